@@ -130,7 +130,7 @@ class TransformedModule:
     def __setstate__(self, state: dict[str, Any]) -> None:
         config = state.pop("_apexfx_config")
         super().__setstate__(state)
-        _compile(self, config, compiler_for(config, "load"))
+        _compile(self, config, compiler_for(config))
 
     def __reduce_ex__(self, protocol: int) -> Any:
         # The state comes apart, once the new object is known: what is in it may refer to the model, as a bound method does.

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -87,13 +88,25 @@ def differing(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, s
                  if before.get(what) != now.get(what)), None)
 
 
-def call_key(parts: StepParts, inputs: Mapping[str, Any], batch: tuple[Any, ...], named: dict[str, Any],
-             accumulates: bool) -> str:
-    """Return which kind of call this is: a graph is for one."""
-    leaves, structure = tree_flatten((batch, named))
+@dataclass(frozen=True)
+class Batch:
+    """The leaves of what a step was called with, and their structure."""
+
+    leaves: Sequence[Any]
+    structure: Any
+
+    def key(self) -> tuple[Any, ...]:
+        """Return what tells batches of one program apart, in a process."""
+        return self.structure, *((type(x), x.dtype, x.shape, x.stride() if x.layout == torch.strided else x.layout, x.device,
+                                  x.requires_grad) if isinstance(x, Tensor) else Facts().of(x) for x in self.leaves)
+
+
+def call_key(parts: StepParts, inputs: Mapping[str, Any], batch: Batch, accumulates: bool) -> str:
+    """Return which kind of call this is, for all processes: a graph is for one."""
     facts, modes = Facts(), "".join("ET"[module.training] for root in _roots(parts) for module in root.modules())
     return "\n".join(["accumulates" if accumulates else "updates", "".join("01"[held] for held in inputs["accumulated"]),
-                      hashlib.sha256(modes.encode()).hexdigest()[:12], " ".join(str(structure).split()), *map(facts.of, leaves)])
+                      hashlib.sha256(modes.encode()).hexdigest()[:12], " ".join(str(batch.structure).split()),
+                      *map(facts.of, batch.leaves)])
 
 
 def scope_of(model: nn.Module, parts: StepParts, inputs: Mapping[str, Any], batch: tuple[Any, ...], named: dict[str, Any],
@@ -133,9 +146,13 @@ class StoredCall:
 
     def __init__(self, row: Mapping[str, Any], libraries: Mapping[str, bytes], parts: StepParts) -> None:
         self.row, self._parts, self.was_compared = row, parts, False
-        self._sources: list[tuple[Any, Any]] = []  # of the inputs: a dictionary, or the name of what holds it, and where there
+        self._args: list[Any] = []  # the inputs, but for those of the batch
+        self._of_batch: list[tuple[int, int]] = []  # the places of those, as an input and as a leaf
+        self._ids: set[int] = set()  # of the inputs but those
+        self._plan, self._process = "", {}  # when they were found
         kernels = {name: libraries[library] for name, library in row["kernels"].items()}
         self._call = StoredCode(row["source"], kernels, tuple(row["functions"])).load()
+        self._outputs = _folded(row["outputs"])
         placeholders = [Placeholder(i, name, kind, tuple(shape)) for i, (name, kind, shape) in enumerate(row["placeholders"])]
         shared = {(one, other): distance for one, other, distance in row["shared"]}
         self._check_memory = MemoryCheck(placeholders, row["updated"], row["written"], shared)
@@ -149,20 +166,26 @@ class StoredCall:
                          {"the update": plan, **_texts(process_state())}) or first_difference(self.row["facts"], scope)
 
     def agrees(self, plan: str) -> bool:
-        """Return whether what may change from call to call is as it was."""
-        return plan == self.row["plan"] and _texts(process_state()) == self.row["process"]
+        """Return whether what may change from call to call is as it was when the inputs were found."""
+        return plan == self._plan and process_state() == self._process
 
-    def bind(self) -> None:
+    def bind(self, inputs: Mapping[str, Any]) -> None:
         """Find the inputs, in modules as they are now: the program is the one that the graph was captured from."""
-        self.was_compared = True
-        self._sources = [_source(place, self._parts) for place in self.row["inputs"]]
+        self.was_compared, self._plan, self._process = True, inputs["plan"], process_state()
+        held = {**inputs, **{name: {None: inputs[name]} for name in _SINGLE}}
+        self._of_batch = [(place, where[0]) for place, (source, *where) in enumerate(self.row["inputs"]) if source == _BATCH]
+        self._args = [None if source[0] == _BATCH else _found(source, self._parts, held) for source in self.row["inputs"]]
+        self._ids = {id(arg) for arg in self._args if arg is not None}
 
-    def run(self, inputs: Mapping[str, Any], batch: tuple[Any, ...], named: dict[str, Any], on_change: Callable[[], None],
+    def run(self, leaves: Sequence[Any], on_change: Callable[[], None],
             on_communication: Callable[[], None]) -> tuple[Any, ...] | None:
-        """Run it, and return what the step's function does; None where two inputs are one tensor, which no graph was made for."""
-        held = {**inputs, _BATCH: tree_flatten((batch, named))[0], **{name: {None: inputs[name]} for name in _SINGLE}}
-        args = [(held[source] if type(source) is str else source)[where] for source, where in self._sources]
-        if len(set(map(id, args))) != len(args):
+        """Run it for a batch, and return what the step's function does; None where two inputs are one tensor, which no graph was
+        made for.
+        """
+        args = self._args.copy()
+        for place, leaf in self._of_batch:
+            args[place] = leaves[leaf]
+        if len(self._ids.union(id(args[place]) for place, _ in self._of_batch)) != len(args):
             return None
         for place, name in self.row["leaves"]:
             check_leaf(name, args[place])
@@ -176,20 +199,20 @@ class StoredCall:
             with without_autocast():
                 outputs = self._call(list(args))
             on_change()
-        return _built(self.row["outputs"], outputs, args)
+        return _built(self._outputs, outputs, args)
 
 
 def _texts(state: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in state.items()}
 
 
-def _source(place: Sequence[Any], parts: StepParts) -> tuple[Any, Any]:
+def _found(place: Sequence[Any], parts: StepParts, inputs: Mapping[str, Any]) -> Any:
     kind, *where = place
     if kind not in ("parameter", "buffer"):
-        return kind, where[0] if where else None
+        return inputs[kind][where[0] if where else None]
     root, path, name = where
     held = registries(_roots(parts)[root].get_submodule(path))
-    return held.parameters if kind == "parameter" else held.buffers, name
+    return (held.parameters if kind == "parameter" else held.buffers)[name]
 
 
 def _places(parts: StepParts, inputs: Mapping[str, Any], leaves: Sequence[Any]) -> dict[int, list[Any]]:
@@ -216,6 +239,18 @@ def _template(value: Any, places: Mapping[int, list[Any]]) -> list[Any]:
     if value is None or type(value) in (bool, int, float, str):
         return ["constant", value]
     raise NotComparable(f"a {type(value).__name__} that the objective returns")
+
+
+def _folded(template: Sequence[Any]) -> Sequence[Any]:
+    """Return a template with one constant for each tuple of constants, as which parameters have a gradient."""
+    kind, value = template
+    if kind == "dict":
+        return kind, [(key, _folded(each)) for key, each in value]
+    if kind not in ("tuple", "list"):
+        return kind, value
+    parts = list(map(_folded, value))
+    return ("constant", tuple(each for _, each in parts)) if kind == "tuple" and all(each == "constant" for each, _ in parts) \
+        else (kind, parts)
 
 
 def _built(template: Sequence[Any], outputs: Sequence[Any], args: Sequence[Any]) -> Any:
@@ -294,7 +329,7 @@ class Recorder:
             return None
         (args, outputs), (inputs, batch, named, accumulates) = ran, call
         code, lowered = graph["code"]()
-        leaves, _ = tree_flatten((batch, named))
+        leaves, structure = tree_flatten((batch, named))
         if obstacle or lowered.obstacle:
             raise NotComparable(obstacle or lowered.obstacle)
         if not all(type(leaf) in _TENSORS or is_plain(leaf) for leaf in leaves):
@@ -311,8 +346,9 @@ class Recorder:
         of_graph = {id(each): [kind, i] for kind, several in (("input", args), ("output", outputs))
                     for i, each in enumerate(several)}
         names = {name: f"{hashlib.sha256(library).hexdigest()[:24]}.so" for name, library in stored_code.kernels.items()}
-        row = {"key": call_key(self._parts, inputs, batch, named, accumulates), "plan": inputs["plan"], "process": self._process,
-               "facts": rows, "inputs": [places[id(arg)] for arg in args], "outputs": _template(returned, of_graph),
+        row = {"key": call_key(self._parts, inputs, Batch(leaves, structure), accumulates), "plan": inputs["plan"],
+               "process": self._process, "facts": rows, "inputs": [places[id(arg)] for arg in args],
+               "outputs": _template(returned, of_graph),
                "placeholders": [[p.name, p.kind, list(p.shape)] for p in graph["placeholders"]],
                "shared": [[*pair, distance] for pair, distance in check.shared.items()],
                **{name: graph[name] for name in ("updated", "written", "leaves", "what", "collectives")},

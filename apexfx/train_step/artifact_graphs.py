@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .._torch import tree_flatten
 from ..compiler.cache import pass_digest
 from . import artifact_file
-from .artifact import Recorder, StoredCall, Watch, call_key, differing, mismatch, program_facts, scope_of
+from .artifact import Batch, Recorder, StoredCall, Watch, call_key, differing, mismatch, program_facts, scope_of
 from .model import check_contexts
 from .parts import StepParts
 from .python_facts import NotComparable
@@ -38,13 +39,15 @@ class ArtifactGraphs:
         RankMismatchError: ranks have different files, or some of them none.
     """
 
+    guards_parameters = False
+
     def __init__(self, parts: StepParts, state: TrainingState, path: Path) -> None:
         self._parts, self._state, self._path = parts, state, path
         self._program: dict[str, str] | None = None  # what the file was made for, or is to be
         self._rows: dict[str, dict[str, Any]] = {}  # by the kind of call
         self._libraries: dict[str, bytes] = {}
         self._calls: dict[str, StoredCall] = {}
-        self._current: set[str] = set()  # kinds of calls that were compared with the modules as they are
+        self._current: dict[tuple[Any, ...], StoredCall] = {}  # by kind: compared with modules and lists as they are
         self._lists: StepLists | None = None  # with which the program was compared
         self._fits = self._was_compared = False
         self._watch: Watch | None = None
@@ -68,12 +71,11 @@ class ArtifactGraphs:
             Others: as there.
         """
         check_contexts()
-        self._state.prepare()
-        inputs = self._state.inputs()
+        inputs, flat = self._state.inputs(), Batch(*tree_flatten((batch, named)))
         with torch.no_grad():
-            if (call := self._find(inputs, batch, named, accumulates)) is not None:
+            if (call := self._find(inputs, flat, batch, named, accumulates)) is not None:
                 self._state.keep_buffers(cached=True)
-                returned = call.run(inputs, batch, named, self._state.note_change, self._state.note_communication)
+                returned = call.run(flat.leaves, self._state.note_change, self._state.note_communication)
                 if returned is not None:
                     return returned
         returned = self._step_graphs().run(batch, named, accumulates=accumulates)
@@ -108,32 +110,37 @@ class ArtifactGraphs:
             self._compiling = StepGraphs(self._parts, self._state, self._recorder)
         return self._compiling
 
-    def _find(self, inputs: dict[str, Any], batch: tuple[Any, ...], named: dict[str, Any],
+    def _find(self, inputs: dict[str, Any], flat: Batch, batch: tuple[Any, ...], named: dict[str, Any],
               accumulates: bool) -> StoredCall | None:
-        """Return what runs a call; None where there is nothing that does."""
+        """Return what runs a call; None where there is nothing that does.
+
+        All that a call looks at once one of its kind has run stands here, and in the optimizer's `Structure`.
+        """
         if self._lists is not self._state.lists:
             self._compare_program()
-        key = call_key(self._parts, inputs, batch, named, accumulates)
+            self._current.clear()
+        if self._watch is None or self._watch.has_changed():
+            self._watch = Watch(self._parts)
+            self._current.clear()
+        kind, plan = (accumulates, *inputs["accumulated"], *flat.key()), inputs["plan"]
+        if (call := self._current.get(kind)) is not None:
+            return call if call.agrees(plan) else None
+        key = call_key(self._parts, inputs, flat, accumulates)
         if not self._fits or key not in self._rows:
             return None
         if key not in self._calls:
             if self._compiling is not None:  # this process has compiled it
                 return None
             self._calls[key] = StoredCall(self._rows[key], self._libraries, self._parts)
-        call, plan = self._calls[key], inputs["plan"]
-        if self._watch is None or self._watch.has_changed():
-            self._watch = Watch(self._parts)
-            self._current.clear()
-        if key in self._current:
-            return call if call.agrees(plan) else None
+        call = self._calls[key]
         with self._parts.step_model.traceable() as model:
             difference = call.difference(scope_of(model, self._parts, inputs, batch, named, accumulates), plan)
         if difference is not None:
             if not call.was_compared:
                 raise mismatch(self._path, *difference)
             return None  # the program has changed since
-        call.bind()
-        self._current.add(key)
+        call.bind(inputs)
+        self._current[kind] = call
         return call
 
     def _compare_program(self) -> None:

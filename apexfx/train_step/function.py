@@ -151,7 +151,7 @@ def run_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict
 
 
 def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
-                         weighted: Weighted | None) -> tuple[Tensor | None, list[bool]]:
+                         weighted: Weighted | None) -> tuple[Tensor | None, tuple[bool, ...]]:
     """Add gradients to those of earlier calls; return the mean of a loss that is one, and which of them there are."""
     for buffer, gradient in zip(inputs.buffers, grads):
         if weighted is not None:
@@ -160,7 +160,7 @@ def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
             buffer.add_(gradient)
     if weighted is not None:
         inputs.means.copy_(weighted.sums)
-    return weighted and weighted.mean, [g is not None for g in grads]
+    return weighted and weighted.mean, tuple(g is not None for g in grads)
 
 
 def add_accumulated(inputs: StepInputs, grads: Sequence[Tensor | None], weighted: Weighted | None) -> list[Tensor | None]:
@@ -170,13 +170,13 @@ def add_accumulated(inputs: StepInputs, grads: Sequence[Tensor | None], weighted
 
 
 def apply_gradients(inputs: StepInputs, grads: list[Tensor | None], weighted: Weighted | None,
-                    ) -> tuple[Tensor | None, Tensor, Tensor, list[bool], list[Tensor]]:
+                    ) -> tuple[Tensor | None, Tensor, Tensor, tuple[bool, ...], list[Tensor]]:
     """Do what the plan says; return the mean of a loss that is one, whether the step is skipped, the norm, which parameters have
     a gradient, and those that leave the step.
     """
     found_inf, norm, gradients = torch.ops.apexfx.apply_gradients.default(
         inputs.params, grads, inputs.states, inputs.scalars, inputs.plan, *([] if weighted is None else [weighted.count]))
-    return weighted and weighted.mean, found_inf, norm, [g is not None for g in grads], gradients
+    return weighted and weighted.mean, found_inf, norm, tuple(g is not None for g in grads), gradients
 
 
 def _sum(buffer: Tensor, held: bool, gradient: Tensor | None) -> Tensor | None:

@@ -64,6 +64,8 @@ class StepGraphs:
         recorder: looks on while a graph is captured and compiled, or None.
     """
 
+    guards_parameters = True  # whether a call sees by itself that a parameter is another kind of tensor
+
     def __init__(self, parts: StepParts, state: TrainingState, recorder: Recorder | None = None) -> None:
         self._parts, self._state, self._recorder = parts, state, recorder
         self._make_compiler = functools.partial(

@@ -120,7 +120,7 @@ class TrainStep:
         self._recorder.record_where_skipped()
         call = Call(self.objective, batch, named, self.report)
         with state.all_or_nothing():
-            state.prepare(cached=True)
+            state.prepare(cached=self._graphs.guards_parameters)
             self._check_autocast()
             self._skipped.start_call(batch, named)
             accumulates = state.num_accumulated_calls() + 1 < parts.options.accumulate
@@ -167,7 +167,7 @@ class TrainStep:
                              "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                              "pass loss_scale='dynamic'")
 
-    def _note_applied(self, mean: Tensor | None, skip: Tensor, norm: Tensor, present: list[bool],
+    def _note_applied(self, mean: Tensor | None, skip: Tensor, norm: Tensor, present: tuple[bool, ...],
                       gradients: list[Tensor]) -> None:
         self._state.note_mean(mean, accumulates=False)
         self._state.note_applied(skip, present, gradients)
