@@ -70,9 +70,8 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "demo", help="train a small network on several ranks and show every rewrite", epilog=_EXIT_STATUS,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         description="Train a residual network on scikit-learn's digits with mixed precision, synchronized batch norm "
-                    "and bucketed allreduce, on ranks of this machine; print what the passes did; train it again in "
-                    "plain eager float32 on one process; compare. Fails below 97 % test accuracy or more than one "
-                    "point below float32.",
+                    "and bucketed allreduce, on ranks of this machine; print what the passes did. Fails below 97 % "
+                    "test accuracy, of which plain eager float32 has 99.3 % in 8 epochs.",
     )
     demo.add_argument("--ranks", type=_whole_number, default=2, metavar="N", help="processes to train on")
     demo.add_argument("--opt-level", choices=sorted(OPT_LEVELS), default="O2", help="precision level")

@@ -1,6 +1,6 @@
 """The demo: a residual network learns handwritten digits on several ranks, in rewritten graphs that it prints.
 
-Read order: `data.py`, `model.py`, `train.py` (one rank, and the float32 run), `launch.py` (all of them, and the verdict).
+Read order: `data.py`, `model.py`, `train.py` (one rank), `launch.py` (all of them, and the verdict).
 """
 
 from __future__ import annotations

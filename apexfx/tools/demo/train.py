@@ -1,11 +1,10 @@
-"""The training loop, for plain eager float32 on one process and for one rank of the run in graphs alike."""
+"""The training loop of one rank."""
 
 from __future__ import annotations
 
 import functools
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from ...config import BucketConfig
 from ...report.data import Report
-from ...train_step import train_step
+from ...train_step import TrainStep, train_step
 from .data import NUM_TRAIN, Digits, batches, load_digits
 from .model import ResidualNet
 
@@ -24,7 +23,6 @@ _MESSAGE_SIZE = 20_000  # elements: the default is ten million, which would put 
 
 _loss = functools.partial(F.cross_entropy, label_smoothing=0.1)
 _say = functools.partial(print, flush=True)
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> the loss
 
 
 @dataclass(frozen=True)
@@ -54,29 +52,17 @@ class Result:
     accuracy: float = 0.0
 
 
-def new_model(device: torch.device | str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
+def new_model(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the network with the same random parameters every time, and its optimizer."""
     torch.manual_seed(0)
     model = ResidualNet().to(device)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
-def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """Return a training step in plain torch."""
-
-    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = _loss(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, digits: Digits, options: Options, result: Result, *,
-        rank: int = 0, num_ranks: int = 1) -> None:
-    """Train `model` by `step` and fill `result`; every rank of a process group calls this with its own rank."""
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, step: TrainStep, digits: Digits, options: Options,
+        result: Result) -> None:
+    """Train `model` by `step` and fill `result`; every rank of the process group calls this."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     for epoch in range(options.epochs):
         model.train()
@@ -89,8 +75,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, digits: 
             outputs = model(digits.test_images[rank::num_ranks].to(dtype))
         right = (outputs.argmax(1) == digits.test_labels[rank::num_ranks]).sum()
         numbers = torch.stack([torch.stack(losses).mean().double(), right.double()])
-        if num_ranks > 1:
-            dist.all_reduce(numbers)
+        dist.all_reduce(numbers)
         result.losses.append(float(numbers[0]) / num_ranks)
         result.accuracy = float(numbers[1]) / len(digits.test_labels)
         if rank == 0:
@@ -116,27 +101,13 @@ def train_rank(options: Options) -> None:
         if rank == 0:
             _say(f"\n{result.name} with synchronized batch norm and bucketed allreduce, inner compiler {options.inner!r}, "
                  f"{options.global_batch // num_ranks} images a rank and step")
-        fit(model, optimizer, step, digits, options, result, rank=rank, num_ranks=num_ranks)
+        fit(model, optimizer, step, digits, options, result)
         if rank == 0:
             _show(step.report, Path(options.out))
             (Path(options.out) / "ranks.json").write_text(json.dumps(asdict(result)))
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def train_float32(options: Options) -> Result:
-    """Train the same network, from the same parameters on the same batches, in plain eager float32 on this process."""
-    result = Result("float32 eager, 1 process")
-    _say("\nthe same training in plain eager float32 on one process")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as a rank: images of 64 pixels are too small to share among threads
-    try:
-        model, optimizer = new_model()
-        fit(model, optimizer, eager_step(model, optimizer), load_digits(), options, result)
-    finally:
-        torch.set_num_threads(threads)
-    return result
 
 
 def _show(report: Report, out: Path) -> None:
