@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -107,10 +108,13 @@ def test_a_large_layer_in_parallel_equals_one_alone(rank, world_size):
 def test_accumulation_inside_of_no_sync(rank, world_size):
     """Without `delay_unscale` what was accumulated is set aside when the last backward reduces: as Apex, but with an error."""
     x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(rank))
-    for level, delay in (("O0", True), ("O0", False), ("O2", False)):
+    in_graphs = functools.partial(apexfx.transform, opt_level="O0", inner="eager", ddp=True)
+    wrapped = functools.partial(DistributedDataParallel, timeout_s=15)
+    for make, level, delay in ((wrapped, "O0", True), (wrapped, "O0", False), (wrapped, "O2", False),
+                               (in_graphs, "O0", True), (in_graphs, "O0", False)):
         model, optimizer = made(level)
         plain = copy.deepcopy(model).float()
-        parallel = DistributedDataParallel(model, timeout_s=15)
+        parallel = make(model)
 
         def step(number, parallel=parallel, optimizer=optimizer, delay=delay):
             with amp.scale_loss(parallel(x[number]).square().mean(), optimizer, delay_unscale=delay and number < 2) as loss:
@@ -133,35 +137,3 @@ def test_accumulation_inside_of_no_sync(rank, world_size):
             step(0)
         optimizer.zero_grad(set_to_none=False)  # after which nothing local is left
         step(1)
-
-
-@on_ranks(2)
-def test_accumulation_inside_of_no_sync_of_a_transformed_model(rank, world_size):
-    model, optimizer = made("O0")
-    plain = copy.deepcopy(model)
-    parallel = apexfx.transform(model, opt_level="O0", inner="eager", ddp=True)
-    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(rank))
-
-    def step(number, delay):
-        with amp.scale_loss(parallel(x[number]).square().mean(), optimizer, delay_unscale=delay) as loss:
-            loss.backward()
-
-    for delay in (False, True):
-        with parallel.no_sync():
-            step(0, delay)
-            step(1, delay)
-        if delay:
-            step(2, False)
-        else:
-            with pytest.raises(UnsynchronizedGradientError, match="pass delay_unscale=True to every scale_loss inside"):
-                step(2, False)
-            optimizer.zero_grad()
-    sum(plain(part).square().mean() for part in x).backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        dist.all_reduce(q.grad)
-        assert_close(p.grad, q.grad / world_size)
-    optimizer.zero_grad(set_to_none=False)
-    with parallel.no_sync():
-        step(0, False)
-    optimizer.zero_grad(set_to_none=False)  # after which nothing local is left
-    step(1, False)

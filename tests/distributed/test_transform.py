@@ -155,18 +155,6 @@ def test_different_buckets(rank, world_size):
         model(batches(rank, 1)[0]).sum().backward()
 
 
-@on_ranks(2)
-def test_rank_alone_evaluates_and_copies(rank, world_size):
-    model, _ = model_and_reference(rank)
-    [x] = batches(rank, 1)
-    if rank == 0:
-        average = copy.deepcopy(model)
-        with torch.no_grad():
-            assert average(x).shape == model.eval()(x).shape
-            model.train()
-    model(x).square().mean().backward()  # and the step after is still in step with the others
-
-
 def check_accumulation(model, reference, rank, world_size):
     x1, x2 = batches(rank, 2)
     model.zero_grad()
