@@ -22,9 +22,9 @@ class FuseBatchnorm(Pass):
     """Replace training-mode batch norms, with the [add and] ReLU after them, by the op where it measured faster.
 
     It is the op of `sync_batchnorm` over no group: it issues no collective. On a CPU, forward and backward with add and ReLU take
-    Inductor 5.8 to 8.5 times as long at the sizes of a ResNet, in float32, bfloat16 and float16 (benchmarks/ops_batch_norm.py,
-    two threads). Other devices and dtypes are left to Inductor. So are small images: time(Inductor) / time(apexfx) was 0.94 for
-    (2, 8, 8, 8), 1.01 for (4, 16, 8, 8), 1.19 for (4, 16, 12, 12), 2.72 for (8, 32, 16, 16).
+    Inductor (2.13) 1.2 to 1.5 times as long at the sizes of a ResNet, in float32, bfloat16 and float16 (rows "batch_norm step" of
+    benchmarks/ops.py, one thread). Other devices and dtypes are left to Inductor. So are small images: time(Inductor) /
+    time(apexfx) was 0.79 for (2, 8, 8, 8), 0.91 for (4, 16, 8, 8), 1.08 for (4, 16, 12, 12), 1.29 for (8, 32, 16, 16).
 
     Before:  y = F.batch_norm(x, running_mean, running_var, weight, bias, True, 0.1, 1e-05); relu(y + z)
     After:   apexfx.sync_batch_norm(x, weight, bias, running_mean, running_var, 0.1, 1e-05, "", None, z, True)
