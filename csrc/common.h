@@ -119,8 +119,4 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-inline Tensor new_empty_like_dtype(const Tensor& like, std::vector<int64_t> sizes, ScalarType dtype) {
-  return torch::stable::new_empty(like, sizes, dtype);
-}
-
 }  // namespace apexfx
