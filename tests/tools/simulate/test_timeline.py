@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,16 +35,6 @@ def test_compute_and_communication_slow_each_other():
     # While it waits, the processor is free for communication.
     timeline = run([Start("x", F(2)), Work("a", F(1)), Wait("x")], compute_rate=F(1, 2), network_rate=F(1, 2))
     assert rows(timeline, "compute") == [("a", 0, 2), ("x", 2, 3)]
-
-
-@pytest.mark.parametrize("program, rates, named", [
-    ([Wait("x")], {}, "waits for 'x', which it has not started"),
-    ([Start("x", 1), Start("x", 1)], {}, "starts 'x' twice"),
-    ([], {"compute_rate": 0}, "compute_rate=0"), ([], {"network_rate": 2}, "network_rate=2"),
-])  # fmt: skip
-def test_a_program_that_makes_no_sense_is_refused(program, rates, named):
-    with pytest.raises(ValueError, match=named):
-        run(program, **rates)
 
 
 SECONDS = st.fractions(0, 20, max_denominator=8)
