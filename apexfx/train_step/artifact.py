@@ -104,7 +104,8 @@ class Batch:
 def call_key(parts: StepParts, inputs: Mapping[str, Any], batch: Batch, accumulates: bool) -> str:
     """Return which kind of call this is, for all processes: a graph is for one."""
     facts, modes = Facts(), "".join("ET"[module.training] for root in _roots(parts) for module in root.modules())
-    return "\n".join(["accumulates" if accumulates else "updates", "".join("01"[held] for held in inputs["accumulated"]),
+    held = "" if accumulates else "".join("01"[each] for each in inputs["accumulated"])  # which `run_accumulate` does not read
+    return "\n".join(["accumulates" if accumulates else "updates", held,
                       hashlib.sha256(modes.encode()).hexdigest()[:12], " ".join(str(batch.structure).split()),
                       *map(facts.of, batch.leaves)])
 

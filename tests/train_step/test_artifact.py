@@ -95,7 +95,7 @@ def test_another_process_computes_the_same_bits_and_compiles_nothing(kept, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"opt_level": "O2", "safeguard": True},
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"opt_level": "O2", "safeguard": True},
                                      {"opt_level": "O0", "keep_grads": True}])
 def test_other_steps_do_so_too(options, tmp_path):
     first = in_new_process(tmp_path / "step", tmp_path / "cache", **options)
