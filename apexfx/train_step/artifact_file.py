@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import io
 import json
 import os
 import tempfile
+import time
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ from ..errors import ArtifactMismatch
 _KIND = b"apexfx training step, artifact version 1\n"
 _DIGEST_BYTES = 65  # in hexadecimal, and the end of the line
 _PROGRAM = "program.json"
+_UNFINISHED_SECONDS = 3600  # after which whoever was writing a file was killed
 
 
 def write(path: Path, program: Mapping[str, Any], libraries: Mapping[str, bytes]) -> None:
@@ -35,8 +38,12 @@ def write(path: Path, program: Mapping[str, Any], libraries: Mapping[str, bytes]
         file.writestr(_PROGRAM, json.dumps(program))
         for name, library in libraries.items():
             file.writestr(name, library)
-    content = archive.getvalue()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    content, unfinished = archive.getvalue(), f".{path.name}.apexfx-"
+    for left in path.parent.glob(f"{glob.escape(unfinished)}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _UNFINISHED_SECONDS:
+                left.unlink()
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=unfinished)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(_KIND + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)

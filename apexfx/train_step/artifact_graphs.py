@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ class ArtifactGraphs:
         if (unread := [each.name for each in parts.options.config.passes if pass_digest(each) is None]):
             raise ValueError(f"apexfx: artifact= compares the source of passes, and that of {unread[0]!r} cannot be read; define "
                              "it in a file, or leave one of the two out")
-        if path.exists():
+        with contextlib.suppress(FileNotFoundError):
             content, self._libraries, digest = artifact_file.read(path)
             self._program, self._rows = content["program"], {row["key"]: row for row in content["calls"]}
         if parts.agreement is not None:

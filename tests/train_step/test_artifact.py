@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import random
+import resource
+import signal
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
@@ -59,16 +65,17 @@ def digest(step):
     return state.hexdigest()
 
 
-def train(path, cache, num_steps=6, compiles=True, **options):
+def train(path, cache, num_steps=6, compiles=True, build=Net, batch=lambda: (X, Y), seed=1, **options):
     """Return what a new process computes, and what of Dynamo's and Inductor's it has run."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     if not compiles:
         os.environ["CXX"] = "false"
     from torch._dynamo.utils import get_compilation_metrics
 
-    step, frames = make(path, **options), len(get_compilation_metrics())
-    torch.manual_seed(1)
-    losses = [step(X, Y).item() for _ in range(num_steps)]
+    torch.manual_seed(0)
+    step, frames = make(path, build(), **options), len(get_compilation_metrics())
+    torch.manual_seed(seed)
+    losses = [step(*batch()).item() for _ in range(num_steps)]
     built = [file.name for file in Path(cache).rglob("*.so")] if Path(cache).exists() else []
     return losses, digest(step), len(get_compilation_metrics()) - frames, built, step.report.notes, str(step.report)
 
@@ -138,15 +145,14 @@ CHANGES = {
 PATCHES = {
     "global": ("tests.train_step.test_artifact.SCALE", 2.0, "SCALE. The file has 1.0, and the program has 2.0"),
     "line": ("tests.train_step.test_artifact.Net.forward", other_forward, "class tests.train_step.test_artifact.Net"),
-    "torch": ("torch.__version__", "2.99.0", "torch. The file has 2.*, and the program has 2.99.0"),
 }
 
 
-def refused(path, pattern, **options):
+def refused(path, pattern, batch=(X, Y), **options):
     with pytest.raises(apexfx.ArtifactMismatch, match=pattern) as caught:
         step = make(path, **options)
         before = digest(step)
-        step(X, Y)
+        step(*batch)
     assert "Delete the file, and the step compiles anew" in str(caught.value)
     if "step" in locals():
         assert digest(step) == before and not step.optimizer.state_dict()["state"]
@@ -253,6 +259,13 @@ def test_what_cannot_be_told_from_another_program_is_not_written(tmp_path):
         step.save_artifact(tmp_path / "step")
 
 
+@pytest.mark.long
+def test_a_step_whose_file_cannot_be_written_trains(kept, tmp_path):
+    losses, state, *_, notes, _ = in_new_process(tmp_path / "none" / "step", tmp_path / "cache")
+    assert (losses, state) == kept[1][:2]
+    assert any("cannot be written (No such file or directory), and the step compiles at each start" in note for note in notes)
+
+
 # ---- without compiling anything ---------------------------------------------------------------------------------------------
 
 
@@ -269,10 +282,125 @@ def test_a_damaged_file_is_refused(tmp_path):
         path.write_bytes(data[:place])
         with pytest.raises(apexfx.ArtifactMismatch, match="is damaged or cut|is no artifact|is empty"):
             make(path)
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(apexfx.ArtifactMismatch, match="cannot be read .Is a directory.*; delete the file"):
-        make(path)
+
+
+@contextlib.contextmanager
+def unprivileged(mode, place):
+    """What the owner of `place` may not do with it by its mode."""
+    user, before = os.geteuid(), place.stat().st_mode
+    place.chmod(mode)
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        place.chmod(before)
+
+
+@contextlib.contextmanager
+def full_disk(num_bytes):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.fixture
+def written():
+    """A file that anybody may reach, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        artifact_file.write(Path(folder, "step"), program_of(0), {})
+        yield Path(folder, "step")
+
+
+def program_of(number):
+    return {"program": {"torch": str(number)}, "calls": []}
+
+
+def names_in(folder):
+    return sorted(file.name for file in folder.iterdir())
+
+
+LIBRARY = {"a.so": random.Random(0).randbytes(100_000)}
+NOT_WRITTEN = {
+    "no permission": (lambda path: unprivileged(0o555, path.parent), "step", "Permission denied"),
+    "full before it begins": (lambda _: full_disk(0), "step", "File too large"),
+    "full": (lambda _: full_disk(50_000), "step", "File too large"),
+    "no folder": (lambda _: contextlib.nullcontext(), "none/step", "No such file or directory"),
+    "a file as the folder": (lambda _: contextlib.nullcontext(), "step/step", "Not a directory"),
+    "a folder": (lambda _: contextlib.nullcontext(), ".", "Device or resource busy|Is a directory|not empty"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_WRITTEN)
+def test_what_cannot_be_written_leaves_what_was_there(name, written):
+    fault, place, reason = NOT_WRITTEN[name]
+    with fault(written), pytest.raises(OSError, match=reason):
+        artifact_file.write(written.parent / place, program_of(1), LIBRARY)
+    assert artifact_file.read(written)[:2] == (program_of(0), {}) and names_in(written.parent) == ["step"]
+
+
+@pytest.mark.parametrize("fault, place, reason", [
+    (lambda path: unprivileged(0o000, path), "step", "Permission denied"),
+    (lambda path: unprivileged(0o000, path.parent), "step", "Permission denied"),
+    (lambda _: contextlib.nullcontext(), "step/step", "Not a directory"),
+    (lambda _: contextlib.nullcontext(), ".", "Is a directory")])
+def test_what_cannot_be_read_is_refused(fault, place, reason, written):
+    with fault(written), pytest.raises(apexfx.ArtifactMismatch, match=f"cannot be read .{reason}.; delete the file"):
+        make(written.parent / place)
+    assert artifact_file.read(written)[0] == program_of(0)
+
+
+def test_a_file_of_another_torch_is_refused_before_anything_is_captured(written):
+    refused(written, "difference: torch. The file has 0, and the program has 2.*Delete the file")
+
+
+def killed(path, point):
+    """Write, and be killed: when so many bytes are on the disk, or at what Python tells its audit hooks."""
+    if type(point) is int:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (point, point))
+    else:
+        sys.addaudithook(lambda event, _: event == point and os.kill(os.getpid(), signal.SIGKILL))
+    artifact_file.write(path, program_of(1), LIBRARY)
+
+
+def write_often(path, number):
+    for _ in range(30):
+        artifact_file.write(path, program_of(number), {"a.so": bytes([number]) * 1_000_000})
+
+
+def started(function, *args):
+    process = mp.get_context("forkserver").Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def test_who_is_killed_while_writing_leaves_what_was_there(written):
+    for point in (0, 1, 100, 99_999, "tempfile.mkstemp", "os.rename"):
+        process = started(killed, written, point)
+        process.join()
+        assert process.exitcode in (-signal.SIGXFSZ, -signal.SIGKILL) and artifact_file.read(written)[0] == program_of(0)
+    artifact_file.write(written, program_of(1), {})
+    assert 1 < len(names_in(written.parent)) < 7  # which another process may be writing
+    for file in written.parent.iterdir():
+        os.utime(file, (0, 0))
+    artifact_file.write(written, program_of(2), {})
+    assert artifact_file.read(written)[0] == program_of(2) and names_in(written.parent) == ["step"]
+
+
+def test_of_several_that_write_at_once_each_writes_all_of_it(written):
+    writers = [started(write_often, written, number) for number in (1, 2, 3)]
+    found = set()
+    while any(writer.is_alive() for writer in writers):
+        program, libraries, _ = artifact_file.read(written)
+        found.add(number := int(program["program"]["torch"]))
+        assert libraries == ({"a.so": bytes([number]) * 1_000_000} if number else {})
+    assert found >= {1, 2, 3} and names_in(written.parent) == ["step"] and not any(writer.exitcode for writer in writers)
 
 
 @pytest.mark.parametrize("options, pattern", [
