@@ -29,8 +29,10 @@ from torch._dynamo.exc import (
     UserError,
     unimplemented,
 )
+from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
 from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
 from torch._inductor import config as inductor_config
 from torch._inductor import ir as inductor_ir
@@ -205,13 +207,26 @@ def generated_code() -> list[GeneratedCode]:
     return codes
 
 
-def changes_of_python() -> list[str]:
-    """Return where the frame that Dynamo is compiling changes objects that were there before it, beside tensors."""
-    output = current_translator().output
-    changed = [each for each in output.side_effects.id_to_variable.values() if output.side_effects.is_modified(each)
-               and "Existing" in type(each.mutation_type).__name__]
-    return [each.source.name if each.source is not None else type(each).__name__ for each in changed] \
-        + ["a hook on a tensor"] * bool(output.side_effects.tensor_hooks)
+def changes_of_python() -> list[tuple[str, Any]]:
+    """Return what the frame that Dynamo is compiling does to objects that were there before it, beside tensors.
+
+    Returns:
+        (place, what is there in the end): of an attribute that becomes a constant of Python that constant, else any object. An
+        attribute that gets back what it held is left out.
+    """
+    effects = current_translator().output.side_effects
+    changes: list[tuple[str, Any]] = [("a hook on a tensor", effects)] * bool(effects.tensor_hooks)
+    for each in effects.id_to_variable.values():
+        if not effects.is_modified(each) or "Existing" not in type(each.mutation_type).__name__:
+            continue
+        if each.source is None or not isinstance(each, UserDefinedObjectVariable) or each.is_base_vt_modified(effects):
+            changes.append((each.source.name if each.source is not None else type(each).__name__, each))
+            continue
+        for name, value in effects.store_attr_mutations[each].items():
+            place = AttrSource(each.source, name).name
+            if value.source is None or value.source.name != place:
+                changes.append((place, value.as_python_constant() if value.is_python_constant() else value))
+    return changes
 
 
 def traced_code() -> list[types.CodeType]:

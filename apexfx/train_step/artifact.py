@@ -31,7 +31,7 @@ from .function import StepInputs, run_accumulate, run_step
 from .leaves import check_leaf
 from .optimizer_state import same_tensors
 from .parts import StepParts
-from .python_facts import Facts, NotComparable, Scope, first_difference, is_plain, rows_of
+from .python_facts import Facts, NotComparable, Scope, first_difference, is_plain, row_of_write, rows_of
 from .state import StepLists
 from .stored_code import StoredCode, stored
 
@@ -268,6 +268,7 @@ class Recorder:
 
     def __init__(self, parts: StepParts) -> None:
         self._parts, self._call = parts, None
+        self._begun: set[str] = set()  # kinds of calls; the next process begins as this one, whatever has changed since
         self._begin(None)
 
     def _begin(self, scope: Scope | None) -> None:
@@ -292,9 +293,8 @@ class Recorder:
 
         foreign = [node for each in graphs(gm) for node in each.graph.nodes if node.op == "call_function"
                    and getattr(node.target, "namespace", "aten") not in _KNOWN_OPS]
-        obstacles = [f"{place}, which the forward changes" for place in changes_of_python()]
-        obstacles += [f"{foreign[0].target}, whose derivative may change"] if foreign else []
-        self._graph, self._obstacle, self._codes = graph, next(iter(obstacles), ""), traced_code()
+        self._graph, self._codes, self._changes = graph, traced_code(), changes_of_python()
+        self._obstacle = f"{foreign[0].target}, whose derivative may change" if foreign else ""
 
         def recorded(*args: Any) -> Any:
             outputs = run(*args)
@@ -309,7 +309,8 @@ class Recorder:
         facts = Facts()
         try:
             if self._scope is not None:
-                self._rows = rows_of(guards, self._scope, facts)
+                self._rows = [row_of_write(*change, self._scope, facts) for change in self._changes]
+                self._rows += rows_of(guards, self._scope, facts)
                 seen = facts.codes
                 if (unseen := [code for code in self._codes if code not in seen and not _is_own(code)]):
                     raise NotComparable(f"{unseen[0].co_qualname}() in {unseen[0].co_filename}, which no guard is about")
@@ -329,8 +330,12 @@ class Recorder:
         if graph is None or ran is None:
             return None
         (args, outputs), (inputs, batch, named, accumulates) = ran, call
-        code, lowered = graph["code"]()
         leaves, structure = tree_flatten((batch, named))
+        key = call_key(self._parts, inputs, Batch(leaves, structure), accumulates)
+        if key in self._begun:
+            return None
+        self._begun.add(key)
+        code, lowered = graph["code"]()
         if obstacle or lowered.obstacle:
             raise NotComparable(obstacle or lowered.obstacle)
         if not all(type(leaf) in _TENSORS or is_plain(leaf) for leaf in leaves):
@@ -347,9 +352,8 @@ class Recorder:
         of_graph = {id(each): [kind, i] for kind, several in (("input", args), ("output", outputs))
                     for i, each in enumerate(several)}
         names = {name: f"{hashlib.sha256(library).hexdigest()[:24]}.so" for name, library in stored_code.kernels.items()}
-        row = {"key": call_key(self._parts, inputs, Batch(leaves, structure), accumulates), "plan": inputs["plan"],
-               "process": self._process, "facts": rows, "inputs": [places[id(arg)] for arg in args],
-               "outputs": _template(returned, of_graph),
+        row = {"key": key, "plan": inputs["plan"], "process": self._process,
+               "facts": rows, "inputs": [places[id(arg)] for arg in args], "outputs": _template(returned, of_graph),
                "placeholders": [[p.name, p.kind, list(p.shape)] for p in graph["placeholders"]],
                "shared": [[*pair, distance] for pair, distance in check.shared.items()],
                **{name: graph[name] for name in ("updated", "written", "leaves", "what", "collectives")},

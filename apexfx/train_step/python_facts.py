@@ -67,6 +67,9 @@ class Facts:
                     + (", requires_grad" if value.requires_grad else ""))
         if isinstance(value, types.FunctionType):
             return f"function {value.__module__}.{value.__qualname__} {self._function(value)}"
+        if isinstance(value, types.CodeType):
+            self.codes.update(_all_codes(value))
+            return f"code of {value.co_qualname} {code_digest(value)}"
         if isinstance(value, (types.MethodType, staticmethod, classmethod)):
             return f"method {self.of(value.__func__)}"
         if isinstance(value, type):
@@ -80,16 +83,17 @@ class Facts:
         if isinstance(value, functools.partial) and is_plain([*value.args, *value.keywords.values()]):
             return f"partial of {self.of(value.func)} {text([value.args, list(value.keywords.items())])}"
         if isinstance(value, dict):
-            return f"{type(value).__name__} of {[key if is_plain(key) else type(key).__name__ for key in value]}"
+            return f"{self._class(type(value))} of {[key if is_plain(key) else type(key).__name__ for key in value]}"
         if isinstance(value, (list, tuple, set, frozenset)):
-            return f"{type(value).__name__} of {len(value)}"
+            return f"{self._class(type(value))} of {len(value)}"
         return f"a {self._class(type(value))}"
 
     def _function(self, function: types.FunctionType) -> str:
         self.codes.update(_all_codes(function.__code__))
         defaults = [text(each) if is_plain(each) else type(each).__name__
                     for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())]
-        return _digest(code_digest(function.__code__), *defaults)
+        wrapped = [self.of(function.__wrapped__)] if hasattr(function, "__wrapped__") else []
+        return _digest(code_digest(function.__code__), *defaults, *wrapped)
 
     def _class(self, cls: type) -> str:
         if cls not in self._classes:
@@ -128,7 +132,8 @@ def text(value: Any) -> str:
 def _is_told(value: Any) -> bool:
     """Return whether two values of one text are the same to a graph: of a module, Dynamo guards what it reads."""
     return is_plain(value) or isinstance(value, (
-        types.FunctionType, types.MethodType, type, types.ModuleType, OpOverload, OpOverloadPacket, nn.Module, *_BUILTIN))
+        types.FunctionType, types.MethodType, types.CodeType, type, types.ModuleType, OpOverload, OpOverloadPacket, nn.Module,
+        *_BUILTIN))
 
 
 def _is_compared(cls: type) -> bool:
@@ -183,8 +188,10 @@ class Scope:
 
     def in_any_process(self, source: str) -> str:
         """Return a source without the numbers of this process."""
-        for name in re.findall(r"G\['(___unnamed_scope_\w+)'\]", source):
-            names = [stable for stable, scope in SCOPES.items() if scope is self._function.__globals__.get(name)]
+        for name in re.findall(r"G\['(___unnamed_scope_\w+|_\d+_c\d+)'\]", source):
+            value = self._function.__globals__.get(name)
+            names = [stable for stable, scope in SCOPES.items() if scope is value]
+            names += [f"__import_{value.__name__.replace('.', '_dot_')}"] if isinstance(value, types.ModuleType) else []
             source = source.replace(name, names[0] if names else name)
         return source
 
@@ -221,6 +228,22 @@ def rows_of(guards: Iterable[Any], scope: Scope, facts: Facts) -> list[Row]:
             raise NotComparable(f"{readable(source)}, one {type(value).__name__} of perhaps several")
         rows[f"{kind} {source} {given}"] = [source, kind, given, answer]
     return list(rows.values())
+
+
+def row_of_write(place: str, value: Any, scope: Scope, facts: Facts) -> Row:
+    """Return what holds a graph to a program in which a forward that puts `value` at `place` changes nothing by it.
+
+    Raises:
+        NotComparable: something else is there.
+    """
+    source = scope.in_any_process(place)
+    try:
+        is_there = isinstance(value, _PLAIN) and facts.of(scope.value(source)) == text(value)
+    except Exception:  # nothing is
+        is_there = False
+    if not is_there:
+        raise NotComparable(f"{readable(source)}, which the forward changes")
+    return [source, "EQUALS_MATCH", None, text(value)]
 
 
 def _ask(kind: str, given: Any, source: str, scope: Scope, facts: Facts) -> str:
