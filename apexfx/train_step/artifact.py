@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -118,15 +119,16 @@ def scope_of(model: nn.Module, parts: StepParts, inputs: Mapping[str, Any], batc
 
 
 class Watch:
-    """Notices at each call, in a few comparisons, that modules are not as they were: their attributes, and what they hold.
+    """Notices at each call, in a few comparisons, that modules are not as they were: attributes, lists and dictionaries in them.
 
-    What is not noticed: another method in a class, another global or closure, what is in an attribute that is no module.
+    What is not noticed: another method in a class, another global or closure, what is deeper in an attribute that is no module.
     """
 
     def __init__(self, parts: StepParts) -> None:
         modules = [module for root in _roots(parts) for module in root.modules()]
-        self._live = [*map(vars, modules), *(held for module in modules for held in registries(module))]
-        self._before, self._hooks = list(map(dict, self._live)), num_hooks()
+        self._live = [*map(vars, modules), *(held for module in modules for held in vars(module).values()
+                                             if type(held) in (list, dict, set))]
+        self._before, self._hooks = list(map(copy.copy, self._live)), num_hooks()
 
     def has_changed(self) -> bool:
         return num_hooks() != self._hooks or not same_tensors(self._live, self._before)

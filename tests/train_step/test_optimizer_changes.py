@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -303,3 +304,21 @@ def test_a_learning_rate_that_is_a_tensor_keeps_its_place_and_its_name():
     assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
     step(*batches(1, size=7)[0])
     assert len(step.report.graphs) == 2 and all(" lr_0" in step.report.code(stage="step", graph=graph) for graph in (0, 1))
+
+
+@table(1, "optimizer", [functools.partial(SGD, momentum=0.9), Adam], ids=["SGD", "Adam"])
+def test_state_of_another_dtype_than_its_parameter_is_refused_until_it_is_converted(optimizer):
+    step, reference = heads(optimizer), Eager(Heads(), optimizer)
+    first, *later = [(x, y.double()) for x, y in samples(3)]
+    for each in (step, reference):
+        each(first[0], first[1].float())
+        each.model.double()
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises(ValueError, match=r"as torch.float32 of shape .* its parameter is torch.float64 (.|\n)*load_state_dict"):
+        step(later[0][0].double(), later[0][1])
+    torch.testing.assert_close(step.state_dict(), before, rtol=0, atol=0)
+    for each in (step, reference):
+        each.optimizer.load_state_dict(copy.deepcopy(each.optimizer.state_dict()))
+        for x, y in later:
+            each(x.double(), y)
+    assert_same_training(step, reference)
