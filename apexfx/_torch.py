@@ -288,11 +288,6 @@ def innermost_backend(backend: object | None) -> object | None:
     return backend
 
 
-def below_autograd() -> object:
-    """Return a context in which ops skip autograd, and whatever is registered for it."""
-    return torch._C._AutoDispatchBelowAutograd()
-
-
 def close_frames(error: BaseException) -> None:
     """Clear the frames of what torch raised while it traced a forward derivative.
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ._arguments import FLOATING, accumulation, check_floating, check_tensor
 from ._define import LIBRARY, implement
-from ._direct_autograd import with_direct_autograd
 
 
 class Norm:
@@ -38,7 +37,7 @@ class Norm:
         self.statistic_names = ("mean", "rstd") if centered else ("rstd",)
 
     def register(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Register references, fakes and the derivative; return the forward as a function, see `with_direct_autograd`."""
+        """Register references, fakes and the derivative; return the forward."""
         for suffix, reference, fake in (
             ("", self.reference, self._fake),
             ("_backward_input", self.reference_backward_input, self._fake_backward_input),
@@ -46,7 +45,7 @@ class Norm:
         ):
             implement(self.name + suffix, reference, fake)
         torch.library.register_autograd(f"apexfx::{self.name}", self._backward, setup_context=self._setup_context, lib=LIBRARY)
-        return with_direct_autograd(self._op(""), self._setup_context, self._backward)
+        return self._op("")
 
     def _op(self, suffix: str) -> Any:
         return getattr(torch.ops.apexfx, self.name + suffix).default

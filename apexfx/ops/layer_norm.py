@@ -44,8 +44,8 @@ def layer_norm(
     Raises ValueError or TypeError naming the argument.
     """
     NORM.check("layer_norm", x, (weight, bias), num_dims, eps, dtype)
-    return _direct(x, weight, bias, num_dims, eps, dtype, memory_efficient)
+    return _op(x, weight, bias, num_dims, eps, dtype, memory_efficient)
 
 
 NORM = Norm("layer_norm", centered=True)
-_direct = NORM.register()
+_op = NORM.register()

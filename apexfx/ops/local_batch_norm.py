@@ -20,7 +20,6 @@ from torch import Tensor
 from ._batch_norm_arguments import check_backward, check_forward
 from ._batch_norm_gradients import composed_gradients
 from ._define import ANY_STRIDES, define
-from ._direct_autograd import with_direct_autograd
 from .batch_norm import (
     bn_backward_elementwise,
     bn_backward_reduce,
@@ -120,8 +119,8 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | N
     return *(grad if needed else None for needed, grad in zip(ctx.needs_input_grad, grads)), None, None
 
 
-class _Traced(torch.autograd.Function):
-    """The op in a graph; functional, and a transform of torch.func may run it."""
+class _LocalBatchNorm(torch.autograd.Function):
+    """`bn_forward` with its derivative; functional: a transform of torch.func may run it."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -129,9 +128,6 @@ class _Traced(torch.autograd.Function):
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
-
-
-_direct = with_direct_autograd(torch.ops.apexfx.bn_forward.default, _setup_context, _backward, elsewhere=_Traced.apply)
 
 
 def local_batch_norm(
@@ -151,7 +147,7 @@ def local_batch_norm(
 
     The arguments are those of `sync_batch_norm`, which has checked them; the residual has the dtype of `x`.
     """
-    y, stats = _direct(x, weight, bias, residual, eps, relu)
+    y, stats = _LocalBatchNorm.apply(x, weight, bias, residual, eps, relu)
     if running_mean is not None and running_var is not None:
         update_running_buffers(stats, running_mean, running_var, num_batches_tracked, momentum)
     return y

@@ -44,8 +44,8 @@ def rms_norm(
     Raises ValueError or TypeError naming the argument.
     """
     NORM.check("rms_norm", x, (weight,), num_dims, eps, dtype)
-    return _direct(x, weight, num_dims, eps, dtype, memory_efficient)
+    return _op(x, weight, num_dims, eps, dtype, memory_efficient)
 
 
 NORM = Norm("rms_norm", centered=False)
-_direct = NORM.register()
+_op = NORM.register()

@@ -28,7 +28,6 @@ from ._arguments import check_tensor
 from ._batch_norm_arguments import check_eps, check_parameters, check_running_buffers
 from ._batch_norm_gradients import composed_gradients
 from ._define import LIBRARY
-from ._direct_autograd import is_direct
 from .batch_norm import (
     bn_backward_elementwise,
     bn_backward_reduce,
@@ -89,11 +88,8 @@ def sync_batch_norm(
     Source:
         Ioffe and Szegedy, 2015; gradients through the global statistics as in torch.nn.SyncBatchNorm.
     """
-    arguments = (
-        x, weight, bias, running_mean, running_var, momentum, eps, group_name, num_batches_tracked, residual, relu
-    )  # fmt: skip
-    # What the op does is all Python: where nothing looks at the call, it need not go through the dispatcher.
-    return (_sync_batch_norm if is_direct(arguments) else torch.ops.apexfx.sync_batch_norm.default)(*arguments)
+    return torch.ops.apexfx.sync_batch_norm.default(
+        x, weight, bias, running_mean, running_var, momentum, eps, group_name, num_batches_tracked, residual, relu)
 
 
 def group_name(process_group: dist.ProcessGroup | None = None) -> str:
