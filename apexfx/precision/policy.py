@@ -153,7 +153,7 @@ class Policy:
             covers the module and everything below it: what runs while the module is called, or while a method of it is, where
             the method's class tells which module that is; `missed` says what this may leave out. An op is named plainly
             ("gelu"), as torch spells it ("F.gelu"), or as the cast ledger prints it. Where two keys cover one op, the later one
-            wins.
+            wins. A `Rule` of amp's takes the place of the table's row for the op of that name, see `canonical_name`.
 
     Raises:
         TypeError: a key that is no string.
@@ -164,8 +164,8 @@ class Policy:
         self.level = level
         self.half = half
         marks = {name: Rule(kind, f"amp.{kind}_function") for name, kind in argument_marks.NAMES.items()}
-        self.rules = {**RULES, **marks}
-        self.overrides = {key: self._override(key, value) for key, value in overrides.items()}
+        self.rules = {**RULES, **marks, **{key: rule for key, rule in overrides.items() if isinstance(rule, Rule)}}
+        self.overrides = {key: self._override(key, value) for key, value in overrides.items() if not isinstance(value, Rule)}
         self.used: set[str] = set()
 
     def _override(self, key: Any, value: Any) -> Rule:
