@@ -48,7 +48,8 @@ def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[A
         return _boxed(gm)
     if not options.get("is_backward"):
         keep_saved_tensors()
-    is_shared = backward.key is not None and not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
+    is_shared = backward.key is not None and inductor_config.fx_graph_cache and not any(
+        isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
     key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared else None
     with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
