@@ -206,7 +206,7 @@ class _Model:
         return _CallOfModel(self._objective, batch, named)
 
     def trace(self, call: _Call) -> Traced:
-        from .train_step.graphs import trace_gradients
+        from .train_step.step_graphs import trace_gradients
 
         config, groups, level = self.config, Groups(self.config), self.config.level
         half = config.half_dtype(p.device for p in self._model.parameters()) if level.half_parameters else None

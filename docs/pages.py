@@ -214,6 +214,8 @@ def _apex_names() -> str:
                 found = importlib.import_module(module)
                 assert all(hasattr(found, name) for name in names), module
                 here = f"`{names_of_apex.resolve(module) or 'apexfx'}`"
+                if not names:
+                    continue
             except ModuleNotFoundError as error:
                 here = str(error).partition("; ")[2]
             rows.append(f"| `{module}` | {here} | {', '.join(f'`{name}`' for name in names)} |")

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from apexfx.compiler.compile_graph import numeric_options
+from apexfx.compiler.rewritten_graph import numeric_options
 from apexfx.config import OPT_LEVELS, BucketConfig, TransformConfig
 
 

@@ -93,7 +93,7 @@ class CastPlan:
     """Calls one function with its floating arguments cast as its rule says, and its numbers within their range.
 
     Args:
-        executor: whose half type, rules, cache and ledger are used.
+        executor: whose half type, rules and cache are used.
         name: the canonical name of the function.
         rule: holds in place of the executor's.
     """

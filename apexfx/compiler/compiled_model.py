@@ -30,13 +30,13 @@ from ..graph.printing import count_text, first_names
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
-from .compile_graph import WeakBackend
 from .forward_errors import LENGTHS, DataDependentError, as_in_eager, name_precision
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .private_code import with_own_code, with_private_code
 from .refusals import check_call, untraceable
+from .rewritten_graph import WeakBackend
 from .traceable import TraceableClasses
 from .unscaled_loss import warn_where_unscaled
 
@@ -153,7 +153,7 @@ class CompiledModel:
         except (BackendCompilerFailed, InternalTorchDynamoError) as error:
             inner = getattr(error, "inner_exception", error)  # ours, said once and with its own type
             if isinstance(inner, DataDependentError) or "unbacked symbol" in str(inner):
-                inner.add_note("  apexfx: the graph breaks at a function under @torch.compiler.disable: read it from data in one")
+                inner.add_note("  apexfx: read the number in a function under @torch.compiler.disable, where the graph breaks")
             raise inner from (None if inner is not error else error.__cause__)
         except TorchRuntimeError as error:
             raise as_in_eager(error) or error from None
@@ -231,7 +231,7 @@ class CompiledModel:
         return call
 
     def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
-        # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).
+        # Making a patch costs more than entering it.
         if all(getattr(dynamo_config, name) == value for name, value in self._settings.items()):
             return contextlib.nullcontext()
         return self._patch

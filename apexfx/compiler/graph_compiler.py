@@ -25,10 +25,10 @@ from ..graph.unused_gradients import Dependencies
 from ..report.data import Report
 from . import capture
 from .backward_stage import BackwardPasses
-from .compile_graph import numeric_options, read_inputs, rewrite
 from .model_index import ModelIndex
 from .process_groups import Groups
 from .refusals import HOOKS_CHANGED, check_not_in_ddp
+from .rewritten_graph import numeric_options, read_inputs, rewrite
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import boxed, cache_entry, keep_saved_tensors
+from .._torch import boxed, cache_entry, changed_inductor_settings, keep_saved_tensors
 from .._torch_compilers import aot_autograd, compile_fx, compile_fx_inner, count_calls, inductor_config, keep_kernels
 from ..graph.nodes import graphs
 from . import lowerings
@@ -26,11 +26,14 @@ def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:
+    # Ranks wait for the code of one where all get the same, and Inductor, which may be set to compare them, talks to none.
+    is_shared = not (patches or changed_inductor_settings()) and not any(
+        isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
     patches = {**backward.inductor_options, **patches, "post_grad_custom_post_pass": backward}
     if patches.get("cpp_wrapper", inductor_config.cpp_wrapper):
         for node in gm.graph.find_nodes(op="placeholder"):
             node.meta.pop("val", None)  # in place of the inputs it would be read, and None where it is a number or a size
-    return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
+    return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward, is_shared), config_patches=patches)
 
 
 def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:
@@ -40,7 +43,7 @@ def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any
     return _inductor(gm, example_inputs, backward, **patches, **{"triton.cudagraphs": True})
 
 
-def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
     """Compile one graph of AOTAutograd's. Inductor runs no pass over a backward without calls, so ours run here."""
     if options.get("is_backward") and count_calls(gm.graph) == 0:
         backward.run(gm)
@@ -48,9 +51,7 @@ def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[A
         return _boxed(gm)
     if not options.get("is_backward"):
         keep_saved_tensors()
-    is_shared = backward.key is not None and inductor_config.fx_graph_cache and not any(
-        isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
-    key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared else None
+    key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared and backward.key else None
     with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
     if options.get("is_backward") or backward.is_train_step:

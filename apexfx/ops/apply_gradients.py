@@ -3,7 +3,7 @@
 A captured training step ends in it: it names the gradients, the parameters they belong to, the optimizer's state (masters
 included) and the scalars that the host sets, so that passes find them without guessing. The pass `unscale_clip_update` puts the
 ops that do the work in its place. The count is that of a loss that is a `Mean`: nothing is updated where it is 0. Here are the
-op's schema and its plan; `optimizers/update.py` does what the plan says.
+op's schema and its plan; `optimizers/end_of_step.py` does what the plan says.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ..graph.nodes import CASTS, before_upcast, call, fake_mode, inline, insert_
 from ..graph.printing import count_text
 from ..ops.apply_gradients import StepPlan
 from ..optimizers.compositions import COMPOSITIONS
-from ..optimizers.update import apply
+from ..optimizers.end_of_step import apply
 from .base import Pass
 
 SKIP = "apexfx_skip"  # meta key of the node that says whether a step is skipped; False where none ever is

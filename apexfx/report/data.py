@@ -13,7 +13,7 @@ from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
 from . import records
 from .cast_ledger import Cast, CastLedger, remove_cast
-from .compare import ReportDiff, compare
+from .changes import ReportDiff, compare
 from .diff import unified
 from .html import report_page
 from .measure import measure

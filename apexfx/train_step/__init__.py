@@ -1,8 +1,8 @@
 """The whole training step as one graph: forward, loss, backward, allreduce, clipping, update and loss scale.
 
 Read `options`, `step` (what a user calls), `parts` (what it is made of), `checkpoint` (what is saved of it), `state` (what it
-reads and writes besides its batch), `function` (what Dynamo traces), `mean` (losses with a denominator of their own), `graphs`
-(how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be captured). Beside them:
+reads and writes besides its batch), `function` (what Dynamo traces), `mean` (losses with a denominator of their own),
+`step_graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be). Beside them:
 `parameters`, `objective` and `leaves` (what is trained, and what is refused besides), `averages`, `optimizer_list` and
 `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call), `loss_scale` and
 `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps` (where that began, and bundles that

@@ -1,6 +1,6 @@
 """A compiled step in a file: a program that is the same takes its graphs from there, and captures and compiles nothing.
 
-`Recorder` looks on while a graph is captured, compiled and first run, and `StoredCall` runs what it has made of that.
+`ArtifactRecorder` looks on while a graph is captured, compiled and first run, and `StoredCall` runs what it has made of that.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Watch:
     def __init__(self, parts: StepParts) -> None:
         modules = [module for root in _roots(parts) for module in root.modules()]
         self._live = [*map(vars, modules), *(held for module in modules for held in vars(module).values()
-                                             if type(held) in (list, dict, set))]
+                                             if isinstance(held, (list, dict, set)))]
         self._before, self._hooks = list(map(copy.copy, self._live)), num_hooks()
 
     def has_changed(self) -> bool:
@@ -138,7 +138,7 @@ class StoredCall:
     """Runs one kind of call by code from a file.
 
     Args:
-        row: what `Recorder` has made of it.
+        row: what `ArtifactRecorder` has made of it.
         libraries: of the kernels, by name.
         parts: of the step.
 
@@ -265,7 +265,7 @@ def _built(template: Sequence[Any], outputs: Sequence[Any], args: Sequence[Any])
     return value if kind == "constant" else (outputs if kind == "output" else args)[value]
 
 
-class Recorder:
+class ArtifactRecorder:
     """Looks on while Dynamo captures a graph of a step, and Inductor compiles it, and makes data of it all."""
 
     def __init__(self, parts: StepParts) -> None:

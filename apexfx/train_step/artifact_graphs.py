@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .._torch import tree_flatten
 from ..compiler.cache import pass_digest
 from . import artifact_file
-from .artifact import Batch, Recorder, StoredCall, Watch, call_key, differing, mismatch, program_facts, scope_of
+from .artifact import ArtifactRecorder, Batch, StoredCall, Watch, call_key, differing, mismatch, program_facts, scope_of
 from .model import check_contexts
 from .parts import StepParts
 from .python_facts import NotComparable
@@ -21,7 +21,7 @@ from .state import StepLists, TrainingState
 
 if TYPE_CHECKING:
     from ..compiler.traced import Traced
-    from .graphs import StepGraphs
+    from .step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class ArtifactGraphs:
         self._lists: StepLists | None = None  # with which the program was compared
         self._fits = self._was_compared = False
         self._watch: Watch | None = None
-        self._recorder = Recorder(parts)
+        self._recorder = ArtifactRecorder(parts)
         self._compiling: StepGraphs | None = None
         digest = ""
         if (unread := [each.name for each in parts.options.config.passes if pass_digest(each) is None]):
@@ -106,7 +106,7 @@ class ArtifactGraphs:
 
     def _step_graphs(self) -> StepGraphs:
         if self._compiling is None:
-            from .graphs import StepGraphs  # and with it torch's compilers
+            from .step_graphs import StepGraphs  # and with it torch's compilers
 
             self._compiling = StepGraphs(self._parts, self._state, self._recorder)
         return self._compiling

@@ -19,11 +19,11 @@ from .._torch import PlainAOTOutput, set_grad_enabled
 from .._torch_compilers import Lowered, keep_sequence_numbers, lowered_convention
 from ..compiler import capture
 from ..compiler.backward_stage import BackwardPasses, random_inputs
-from ..compiler.compile_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
 from ..compiler.model_index import ModelIndex
 from ..compiler.pipeline import warn_unmatched
 from ..compiler.process_groups import Groups
 from ..compiler.refusals import check_plain
+from ..compiler.rewritten_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
 from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..distributed.agreement import Agreement, Communication, explained
@@ -40,7 +40,7 @@ from ..precision.op_rows import mark_ops
 from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
-from .artifact import Recorder
+from .artifact import ArtifactRecorder
 from .derivatives import check_functions, compose_norms
 from .errors import calls_backward, sparse_gradient
 from .function import ACCUMULATED
@@ -83,7 +83,7 @@ class StepCompiler:
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
                  memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
-                 traces: bool = False, recorder: Recorder | None = None) -> None:
+                 traces: bool = False, recorder: ArtifactRecorder | None = None) -> None:
         self.config = config
         self.report = report
         self.groups = groups

@@ -24,10 +24,10 @@ from ..distributed.agreement import explained
 from .averages import averaged_copies
 from .errors import NotOneGraph, calls_backward, capture_errors, sparse_gradient, untrainable_loss
 from .function import StepInputs, accumulate_gradients, add_accumulated, apply_gradients, compute_gradients
-from .graphs import StepGraphs, grad_versions
 from .leaves import check_leaves, leaves_of
 from .mean import Weighted
 from .parts import StepParts
+from .step_graphs import StepGraphs, grad_versions
 
 
 class StepInPieces(StepGraphs):

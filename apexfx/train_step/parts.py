@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
+from ..compiler.traced import Traced
 from ..distributed.agreement import Agreement
 from ..report.data import Report
 from .ema import EmaState
@@ -50,3 +51,18 @@ class StepParts:
     def num_ranks(self) -> int:
         """How many ranks train the model together."""
         return self.groups.user.size() if self.groups.user is not None else 1
+
+
+class CallGraphs(Protocol):
+    """What runs the calls of a step, and has their graphs."""
+
+    guards_parameters: bool  # whether it sees by itself, at each call, that a parameter is another kind of tensor
+
+    def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
+        """Run a call, which accumulates gradients alone or applies them, and return what its function does."""
+
+    def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Compile the graph that applies gradients, and run nothing."""
+
+    def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
+        """Return that graph after all passes, for this batch alone, and its inputs; run nothing."""

@@ -10,7 +10,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,9 @@ from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
 from ..ops.apply_gradients import StepPlan
 from .loss_scale import SCALE, SKIPS
-from .parts import StepParts
+from .parts import CallGraphs, StepParts
 from .safeguard import NOT_SEARCHED, STATE, Event
 from .state import TrainingState
-
-if TYPE_CHECKING:
-    from .graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +78,7 @@ class LastCall:
         return [x for x in (*leaves, *held) if isinstance(x, Tensor) and not x.is_inference()]
 
 
-def graph_of(graphs: StepGraphs, call: LastCall, *, scale_factor: float) -> tuple[Traced, list[Any]]:
+def graph_of(graphs: CallGraphs, call: LastCall, *, scale_factor: float) -> tuple[Traced, list[Any]]:
     """Return the graph of a call after all passes, and copies of its inputs as they were.
 
     Args:
@@ -98,7 +95,7 @@ def graph_of(graphs: StepGraphs, call: LastCall, *, scale_factor: float) -> tupl
     return traced, inputs
 
 
-def first_non_finite(graphs: StepGraphs, call: LastCall, *, scale_factor: float, accumulates: bool) -> str:
+def first_non_finite(graphs: CallGraphs, call: LastCall, *, scale_factor: float, accumulates: bool) -> str:
     """Run the graph of a call once more, op by op, and say in a sentence where what is not finite begins.
 
     Every rank does so alone, with its own values in the place of what the others would send.
@@ -138,7 +135,7 @@ class SkippedSteps:
         norm: of the gradients that were applied last; None before.
     """
 
-    def __init__(self, parts: StepParts, graphs: StepGraphs, name_of: Callable[[int], str | None]) -> None:
+    def __init__(self, parts: StepParts, graphs: CallGraphs, name_of: Callable[[int], str | None]) -> None:
         self._graphs, self._scale, self._safeguard, self._name_of = graphs, parts.scale, parts.safeguard, name_of
         self._accumulates, self._device = parts.options.accumulate > 1, parts.device
         self.norm: Tensor | None = None
@@ -186,7 +183,7 @@ class SkippedSteps:
         return 1 / StepPlan.backoff_factor if overflowed else 1.0
 
 
-class Recorder:
+class BundleRecorder:
     """Writes bundles of a step's last call, which `python -m apexfx replay` runs again.
 
     Over ranks, all run the graph at once, so that each bundle has what the others sent; where one of them cannot take part, each
@@ -196,7 +193,7 @@ class Recorder:
         parts, graphs, state, skipped: of the step.
     """
 
-    def __init__(self, parts: StepParts, graphs: StepGraphs, state: TrainingState, skipped: SkippedSteps) -> None:
+    def __init__(self, parts: StepParts, graphs: CallGraphs, state: TrainingState, skipped: SkippedSteps) -> None:
         self._graphs, self._state, self._skipped, self._safeguard = graphs, state, skipped, parts.safeguard
         self._device, self._described, self._group = parts.device, parts.report.config, parts.groups.gradients
         self._agreement = parts.agreement if self._group is not None else None

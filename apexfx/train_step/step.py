@@ -35,10 +35,10 @@ from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import check_optimizer, set_up_step, trained_parameters
-from .parts import StepParts
+from .parts import CallGraphs, StepParts
 from .replicas import replica_check
 from .safeguard import Event, KeptBuffers, SafeguardState
-from .skipped_steps import Recorder, SkippedSteps
+from .skipped_steps import BundleRecorder, SkippedSteps
 from .state import TrainingState
 from .wrong_call import Call
 
@@ -91,7 +91,7 @@ class TrainStep:
         self._graphs = _graphs(parts, self._state)
         self._replicas = replica_check(options.safeguard, groups, report)
         self._skipped = SkippedSteps(parts, self._graphs, self._state.name_of)
-        self._recorder = Recorder(parts, self._graphs, self._state, self._skipped)
+        self._recorder = BundleRecorder(parts, self._graphs, self._state, self._skipped)
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
         """Run one training step; `named` goes to an objective alone.
@@ -255,7 +255,7 @@ class TrainStep:
         Raises:
             ValueError, TypeError, RuntimeError: as `capture`.
         """
-        from .graphs import trace_gradients
+        from .step_graphs import trace_gradients
 
         parts = self._parts
         params = trained_parameters(self.model, parts.objective_modules, parts.optimizers)
@@ -399,7 +399,7 @@ class TrainStep:
         self._skipped.norm = None
 
 
-def _graphs(parts: StepParts, state: TrainingState) -> Any:
+def _graphs(parts: StepParts, state: TrainingState) -> CallGraphs:
     """Return what runs the calls of a step. That imports torch's compilers, unless there may be code in a file."""
     if parts.options.artifact is not None:
         return ArtifactGraphs(parts, state, parts.options.artifact)
@@ -407,6 +407,6 @@ def _graphs(parts: StepParts, state: TrainingState) -> Any:
         from .in_pieces import StepInPieces
 
         return StepInPieces(parts, state)
-    from .graphs import StepGraphs
+    from .step_graphs import StepGraphs
 
     return StepGraphs(parts, state)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import apexfx
-from apexfx.compiler import compile_graph
+from apexfx.compiler import rewritten_graph
 from tests.backward_graphs import TwoGraphs
 from tests.small_models import Model
 from tests.tables import table
@@ -106,8 +106,8 @@ def test_what_the_inner_compiler_fails_at_is_refused_with_its_line(monkeypatch):
             raise NotImplementedError("View")
         return eager(gm, *args, **options)
 
-    eager = compile_graph.INNER["eager"]
-    monkeypatch.setitem(compile_graph.INNER, "eager", fails_at_data)
+    eager = rewritten_graph.INNER["eager"]
+    monkeypatch.setitem(rewritten_graph.INNER, "eager", fails_at_data)
     read, x = (lambda net, x: (net.a(x) * net.a(x).sum().item(),)), torch.randn(6, 4)
     with pytest.raises(RuntimeError, match=r"test_compiled_model.py:\d+ reads a number or a size from data.*: View") as raised:
         transformed(Reads(read))(x)

@@ -23,6 +23,7 @@ from torch import nn
 import apexfx
 from apexfx.__main__ import main
 from apexfx.train_step import artifact_file
+from apexfx.train_step.artifact import Watch
 from apexfx.train_step.python_facts import Facts, NotComparable, Scope, code_digest, row_of_write
 from tests import fresh_process
 from tests.distributed.launch import run_ranks
@@ -202,6 +203,28 @@ def test_what_changes_between_calls_compiles_as_always(kept, tmp_path):
     assert len(artifact_file.read(tmp_path / "step")[0]["calls"]) == 2  # of the same kind, and of another
     step.save_artifact(tmp_path / "other")
     assert artifact_file.read(tmp_path / "other")[0] == artifact_file.read(tmp_path / "step")[0]
+
+
+WATCHED = {
+    "attribute": lambda model, _: setattr(model, "activation", torch.tanh),
+    "mode": lambda model, _: model.drop.eval(),
+    "buffer": lambda model, _: setattr(model.norm, "running_mean", torch.zeros(8)),
+    "parameter": lambda model, _: setattr(model.head, "bias", nn.Parameter(torch.zeros(3))),
+    "submodule": lambda model, _: setattr(model, "drop", nn.Identity()),
+    "element": lambda model, _: model.scales.append(1.0),
+    "hook": lambda model, _: model.head.register_forward_hook(lambda *_: None),
+    "hook that is gone": lambda _, hook: hook.remove(),
+}
+
+
+@pytest.mark.parametrize("change", WATCHED)
+def test_a_loaded_call_notices_what_modules_hold(change):
+    step = make(None)
+    step.model.scales, hook = [1.0], step.model.body.register_forward_hook(lambda *_: None)
+    watch = Watch(step._parts)
+    assert not watch.has_changed()
+    WATCHED[change](step.model, hook)
+    assert watch.has_changed()
 
 
 @pytest.mark.long

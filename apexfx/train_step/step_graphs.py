@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from .._torch import functorch_config, tensor_version
 from .._torch_compilers import dynamo_config, patched_dynamo, run_cached_graphs
-from ..compiler.compile_graph import WeakBackend
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
+from ..compiler.rewritten_graph import WeakBackend
 from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..report.data import Report
-from .artifact import Recorder
+from .artifact import ArtifactRecorder
 from .compiler import NotRun, StepCompiler
 from .errors import calls_backward, capture_errors
 from .function import NotCompiled, StepInputs, compiled_separately, run_accumulate, run_gradients, run_step
@@ -64,9 +64,9 @@ class StepGraphs:
         recorder: looks on while a graph is captured and compiled, or None.
     """
 
-    guards_parameters = True  # whether a call sees by itself that a parameter is another kind of tensor
+    guards_parameters = True
 
-    def __init__(self, parts: StepParts, state: TrainingState, recorder: Recorder | None = None) -> None:
+    def __init__(self, parts: StepParts, state: TrainingState, recorder: ArtifactRecorder | None = None) -> None:
         self._parts, self._state, self._recorder = parts, state, recorder
         self._make_compiler = functools.partial(
             StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
