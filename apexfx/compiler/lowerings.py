@@ -32,6 +32,9 @@ def register() -> None:
     rows += [(op, _in_place(op)) for op in (*ours, aten._amp_update_scale_.default) if _written_places(op)]
     # Of passes over the step: Inductor decomposes it before.
     rows.append((aten.linalg_vector_norm.default, lowering.fallback_handler(aten.linalg_vector_norm.default)))
+    # Inductor calls it, and reads the memory that such a tensor does not have (2.13): tangents that are zero, of jvp().
+    rows.append((aten._efficientzerotensor.default, lambda size, **options: lowering.lowerings[aten.full.default](
+        size, 0, **{name: option for name, option in options.items() if name in ("dtype", "device")})))
     rows.append((aten.slice_scatter.default, _slice_scatter(lowering.lowerings[aten.slice_scatter.default])))
     for op, lower in rows:
         lowering.register_lowering(op, type_promotion_kind=None)(lower)

@@ -149,7 +149,7 @@ def check_names(config: TransformConfig, *, is_train_step: bool = False) -> None
     for name in config.skip:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"apexfx: skip names {name!r}, which is no pass" + (f"; did you mean {near[0]!r}?" if near else "")
+            raise ValueError(f"apexfx: skip names {name!r}, which is no pass" + (f"; did you mean {near[0]!r}?" if near else ".")
                              + f" The passes are {', '.join(known)}")
     Policy(config.level, config.dtype or torch.bfloat16, config.precision)
 

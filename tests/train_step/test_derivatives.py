@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.func import jvp
 from torch.utils.checkpoint import checkpoint
 
@@ -57,6 +58,14 @@ def test_low_precision_is_near_autocast(name, level):
 def test_code_of_inductor_is_that_of_eager(name):
     expected, found = updates(name, "O0", "inductor")
     assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.long
+def test_tangents_that_are_zero_have_memory():
+    model, objective, batch = LOSSES["directional_derivative"]()
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0")
+    _, [code] = run_and_get_code(step, *batch)
+    assert "efficientzerotensor" in code and "aten._efficientzerotensor.default(" not in code
 
 
 def test_sizes_that_vary_take_one_graph():
