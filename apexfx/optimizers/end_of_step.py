@@ -178,6 +178,7 @@ def _update_groups(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], 
         if places:
             lists = [_of(tensors, places) for tensors in (params[start:], grads[start:], *(
                 states[place * group.num_params:] for place in range(group.num_states + group.masters)))]
+            _check_states(group, lists[-1] if group.masters else lists[0], lists[2:])
             update = _composed if group.op in compositions.COMPOSITIONS else _update
             update(group, places, lists, scalars, factors, call)
             if group.step is not None:
@@ -191,6 +192,23 @@ def _update_groups(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], 
             call(aten.add_.Tensor, updates, more)
     left_out = plan.ema.left_out if plan.ema is not None else ()
     return states, [value for place, value in enumerate(updated) if place not in left_out]
+
+
+def _check_states(group: UpdateRow, params: Sequence[Any], states: Sequence[Sequence[Any]]) -> None:
+    """Refuse state that is not what the update writes: Inductor's code would write it as if it were, beyond its end.
+
+    Args:
+        params: what is updated, masters where there are some.
+    """
+    for tensors in states:
+        for p, held in zip(map(_value, params), map(_value, tensors)):
+            dtype = p.dtype if group.op in compositions.COMPOSITIONS else torch.float32
+            if (held.shape, held.dtype, held.device) != (p.shape, dtype, p.device):
+                kinds = [f"{kind} of shape {list(shape)} on {device}" for kind, shape, device in (
+                    (held.dtype, held.shape, held.device), (dtype, p.shape, p.device))]
+                raise ValueError(f"apexfx: the optimizer holds state of a parameter as {kinds[0]}, expected {kinds[1]}: one was "
+                                 "converted after a step (model.double(), .to(), .data = ...). optimizer.load_state_dict("
+                                 "optimizer.state_dict()) converts dtype and device; a new optimizer begins anew")
 
 
 def _count_skips(skips: Any, fault: Any, call: Callable[..., Any]) -> None:

@@ -133,20 +133,10 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
                 if optimizer.state[p].get(name) is None:
                     optimizer.state[p][name] = torch.full_like(p, rule.first, memory_format=torch.preserve_format)
                 tensors.append(optimizer.state[p][name])
-                _check_alike(name, tensors[-1], p)
         names = (*(("step",) if rule.counts else ()), *rule.vectors)
         vectors = {name: _one_vector(optimizer, members, name, number) for name, number in zip(names, numbers)}
         yield Update(rule.op, group, rule.numbers, members, states, step=vectors.pop("step", None), vectors=vectors,
                      scheduled=rule.scheduled)
-
-
-def _check_alike(name: str, held: Tensor, p: Tensor) -> None:
-    """Refuse state that is not what torch would make of a parameter as it is now: the graph would write it as if it were."""
-    if (held.shape, held.dtype, held.device) != (p.shape, p.dtype, p.device):
-        kinds = [f"{each.dtype} of shape {list(each.shape)} on {each.device}" for each in (held, p)]
-        raise ValueError(f"apexfx: the optimizer holds {name!r} as {kinds[0]}, and its parameter is {kinds[1]}, converted "
-                         "after a step (model.double(), .to()). optimizer.load_state_dict(optimizer.state_dict()) converts dtype "
-                         "and device; a new optimizer begins anew")
 
 
 def _as_number(option: Any) -> Any:

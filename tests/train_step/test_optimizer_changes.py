@@ -314,7 +314,7 @@ def test_state_of_another_dtype_than_its_parameter_is_refused_until_it_is_conver
         each(first[0], first[1].float())
         each.model.double()
     before = copy.deepcopy(step.state_dict())
-    with pytest.raises(ValueError, match=r"as torch.float32 of shape .* its parameter is torch.float64 (.|\n)*load_state_dict"):
+    with pytest.raises(ValueError, match=r"as torch.float32 of shape .* expected torch.float64 (.|\n)*load_state_dict"):
         step(later[0][0].double(), later[0][1])
     torch.testing.assert_close(step.state_dict(), before, rtol=0, atol=0)
     for each in (step, reference):
