@@ -12,12 +12,13 @@ x, or with `memory_efficient` y (`from_output`). `<name>_backward_input` returns
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch import functorch_is_active
 from ._arguments import FLOATING, accumulation, check_floating, check_tensor
 from ._define import LIBRARY, implement
 
@@ -36,8 +37,8 @@ class Norm:
         self.parameter_names = ("weight", "bias") if centered else ("weight",)
         self.statistic_names = ("mean", "rstd") if centered else ("rstd",)
 
-    def register(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Register references, fakes and the derivative; return the forward."""
+    def register(self) -> None:
+        """Register references, fakes and the derivative."""
         for suffix, reference, fake in (
             ("", self.reference, self._fake),
             ("_backward_input", self.reference_backward_input, self._fake_backward_input),
@@ -45,7 +46,12 @@ class Norm:
         ):
             implement(self.name + suffix, reference, fake)
         torch.library.register_autograd(f"apexfx::{self.name}", self._backward, setup_context=self._setup_context, lib=LIBRARY)
-        return self._op("")
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Run the forward: by the op, or by what it is composed of under torch.func, whose jvp of an op is 0."""
+        if not torch.compiler.is_compiling() and functorch_is_active():
+            return self.reference(*arguments)
+        return self._op("")(*arguments)
 
     def _op(self, suffix: str) -> Any:
         return getattr(torch.ops.apexfx, self.name + suffix).default

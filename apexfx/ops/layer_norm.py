@@ -44,8 +44,8 @@ def layer_norm(
     Raises ValueError or TypeError naming the argument.
     """
     NORM.check("layer_norm", x, (weight, bias), num_dims, eps, dtype)
-    return _op(x, weight, bias, num_dims, eps, dtype, memory_efficient)
+    return NORM(x, weight, bias, num_dims, eps, dtype, memory_efficient)
 
 
 NORM = Norm("layer_norm", centered=True)
-_op = NORM.register()
+NORM.register()

@@ -44,8 +44,8 @@ def rms_norm(
     Raises ValueError or TypeError naming the argument.
     """
     NORM.check("rms_norm", x, (weight,), num_dims, eps, dtype)
-    return _op(x, weight, num_dims, eps, dtype, memory_efficient)
+    return NORM(x, weight, num_dims, eps, dtype, memory_efficient)
 
 
 NORM = Norm("rms_norm", centered=False)
-_op = NORM.register()
+NORM.register()

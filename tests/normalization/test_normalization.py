@@ -155,3 +155,12 @@ def test_manual_rms_norm_keeps_apex_dtypes():
 def test_bad_arguments_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("ours, theirs", PAIRS)
+def test_torch_func_differentiates_as_it_does_torchs(ours, theirs):
+    modules = [randomize(cls(5, eps=1e-5).double()) for cls in (ours, theirs)]
+    x, tangent = draw(3, 5, dtype=torch.float64), draw(5, 3, dtype=torch.float64).t()
+    for transform in (lambda f: torch.func.jvp(f, (x,), (tangent,))[1], lambda f: torch.func.grad(lambda x: f(x).pow(3).sum())(x),
+                      lambda f: torch.func.vmap(f)(x), lambda f: torch.func.hessian(lambda x: f(x).pow(3).sum())(x)):
+        assert_close(*map(transform, modules))
