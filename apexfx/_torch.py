@@ -613,6 +613,12 @@ def load_kernel(path: Path) -> Callable[..., None]:
     return module.kernel
 
 
+def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return what says whether tensors have the class, dtype, device, sizes, strides, requires_grad and views that these have."""
+    sizes, strides = ([list(each(tensor)) for tensor in tensors] for each in (torch.Tensor.size, torch.Tensor.stride))
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
 def process_state() -> dict[str, Any]:
     """Return what of the process and this thread a captured graph depends on: Dynamo's guards of the global state."""
     cpu = torch.backends.mkldnn

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._torch import changed_inductor_settings, num_hooks, process_state, registries, tree_flatten, without_autocast
+from .._torch import changed_inductor_settings, num_hooks, process_state, registries, tensor_check, tree_flatten, without_autocast
 from ..compiler.cache import package_digest, pass_digest
 from ..distributed.agreement import Communication, explained
 from ..errors import ArtifactMismatch
@@ -32,7 +32,7 @@ from .function import StepInputs, run_accumulate, run_step
 from .leaves import check_leaf
 from .optimizer_state import same_tensors
 from .parts import StepParts
-from .python_facts import Facts, NotComparable, Scope, first_difference, is_plain, row_of_write, rows_of
+from .python_facts import Facts, NotComparable, Scope, Values, first_difference, is_plain, row_of_write, rows_of
 from .state import StepLists
 from .stored_code import StoredCode, stored
 
@@ -98,17 +98,25 @@ class Batch:
 
     def key(self) -> tuple[Any, ...]:
         """Return what tells batches of one program apart, in a process."""
-        return self.structure, *((type(x), x.dtype, x.shape, x.stride() if x.layout == torch.strided else x.layout, x.device,
-                                  x.requires_grad) if isinstance(x, Tensor) else Facts().of(x) for x in self.leaves)
+        return self.structure, *self.same(), *(
+            (type(x), x.dtype, x.shape, x.stride() if x.layout == torch.strided else x.layout, x.device, x.requires_grad,
+             x.is_conj(), x.is_neg()) if isinstance(x, Tensor) else Facts().of(x) for x in self.leaves)
+
+    def same(self) -> list[int]:
+        """Return for each tensor the number of the first that is the same object."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        first: dict[int, int] = {}
+        return [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
 
 
 def call_key(parts: StepParts, inputs: Mapping[str, Any], batch: Batch, accumulates: bool) -> str:
     """Return which kind of call this is, for all processes: a graph is for one."""
-    facts, modes = Facts(), "".join("ET"[module.training] for root in _roots(parts) for module in root.modules())
+    facts, same = Facts(), batch.same()
+    modes = "".join("ET"[module.training] for root in _roots(parts) for module in root.modules())
     held = "" if accumulates else "".join("01"[each] for each in inputs["accumulated"])  # which `run_accumulate` does not read
     return "\n".join(["accumulates" if accumulates else "updates", held,
                       hashlib.sha256(modes.encode()).hexdigest()[:12], " ".join(str(batch.structure).split()),
-                      *map(facts.of, batch.leaves)])
+                      *map(facts.of, batch.leaves), *([f"one tensor twice: {same}"] if len({*same}) < len(same) else [])])
 
 
 def scope_of(model: nn.Module, parts: StepParts, inputs: Mapping[str, Any], batch: tuple[Any, ...], named: dict[str, Any],
@@ -121,7 +129,7 @@ def scope_of(model: nn.Module, parts: StepParts, inputs: Mapping[str, Any], batc
 class Watch:
     """Notices at each call, in a few comparisons, that modules are not as they were: attributes, lists and dictionaries in them.
 
-    What is not noticed: another method in a class, another global or closure, what is deeper in an attribute that is no module.
+    What else was read, `Values` compares. What is not noticed: another method in a class, what is new in an object.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -152,7 +160,9 @@ class StoredCall:
         self._args: list[Any] = []  # the inputs, but for those of the batch
         self._of_batch: list[tuple[int, int]] = []  # the places of those, as an input and as a leaf
         self._ids: set[int] = set()  # of the inputs but those
+        self._holds: Callable[..., bool] | None = None  # whether these are tensors of the same kinds
         self._plan, self._process = "", {}  # when they were found
+        self._values: Values | None = None
         kernels = {name: libraries[library] for name, library in row["kernels"].items()}
         self._call = StoredCode(row["source"], kernels, tuple(row["functions"])).load()
         self._outputs = _folded(row["outputs"])
@@ -169,22 +179,30 @@ class StoredCall:
                          {"the update": plan, **_texts(process_state())}) or first_difference(self.row["facts"], scope)
 
     def agrees(self, plan: str) -> bool:
-        """Return whether what may change from call to call is as it was when the inputs were found."""
+        """Return whether update and process are as they were when the inputs were found."""
         return plan == self._plan and process_state() == self._process
 
-    def bind(self, inputs: Mapping[str, Any]) -> None:
+    def has_read_others(self) -> bool:
+        """Return whether a global, or what else is in no module, is not what it was when the inputs were found."""
+        return self._values.have_changed()
+
+    def bind(self, inputs: Mapping[str, Any], scope: Scope) -> None:
         """Find the inputs, in modules as they are now: the program is the one that the graph was captured from."""
         self.was_compared, self._plan, self._process = True, inputs["plan"], process_state()
+        self._values = Values(self.row["facts"], scope)
         held = {**inputs, **{name: {None: inputs[name]} for name in _SINGLE}}
         self._of_batch = [(place, where[0]) for place, (source, *where) in enumerate(self.row["inputs"]) if source == _BATCH]
         self._args = [None if source[0] == _BATCH else _found(source, self._parts, held) for source in self.row["inputs"]]
-        self._ids = {id(arg) for arg in self._args if arg is not None}
+        bound = [arg for arg in self._args if arg is not None]
+        self._ids, self._holds = set(map(id, bound)), tensor_check(bound)
 
     def run(self, leaves: Sequence[Any], on_change: Callable[[], None],
             on_communication: Callable[[], None]) -> tuple[Any, ...] | None:
-        """Run it for a batch, and return what the step's function does; None where two inputs are one tensor, which no graph was
-        made for.
+        """Run it for a batch, and return what the step's function does; None where it was not made for these inputs: two are one
+        tensor, or one of the model or the optimizer is of another kind (`tensor.data = ...`).
         """
+        if not self._holds(*(arg for arg in self._args if arg is not None)):
+            return None
         args = self._args.copy()
         for place, leaf in self._of_batch:
             args[place] = leaves[leaf]
@@ -345,6 +363,8 @@ class ArtifactRecorder:
         if any(type(arg) not in _TENSORS for arg in args) \
                 or (lowered.num_inputs, lowered.num_outputs) != (len(args), len(outputs)):
             raise NotComparable("an input that is a number, a size or a subclass of Tensor")
+        if not _places(self._parts, inputs, []).keys().isdisjoint(map(id, leaves)):
+            raise NotComparable("a tensor of the batch that the model or the optimizer holds")
         places = _places(self._parts, inputs, leaves)
         if (unknown := next((p.name for p, arg in zip(graph["placeholders"], args) if id(arg) not in places), None)) is not None:
             raise NotComparable(f"{unknown}, a tensor that is neither of a module, nor of the optimizer, nor of the batch")

@@ -40,8 +40,6 @@ class ArtifactGraphs:
         RankMismatchError: ranks have different files, or some of them none.
     """
 
-    guards_parameters = False
-
     def __init__(self, parts: StepParts, state: TrainingState, path: Path) -> None:
         self._parts, self._state, self._path = parts, state, path
         self._program: dict[str, str] | None = None  # what the file was made for, or is to be
@@ -49,6 +47,7 @@ class ArtifactGraphs:
         self._libraries: dict[str, bytes] = {}
         self._calls: dict[str, StoredCall] = {}
         self._current: dict[tuple[Any, ...], StoredCall] = {}  # by kind: compared with modules and lists as they are
+        self._outdated: set[tuple[Any, ...]] = set()  # kinds of which something else has changed since
         self._lists: StepLists | None = None  # with which the program was compared
         self._fits = self._was_compared = False
         self._watch: Watch | None = None
@@ -115,17 +114,23 @@ class ArtifactGraphs:
               accumulates: bool) -> StoredCall | None:
         """Return what runs a call; None where there is nothing that does.
 
-        All that a call looks at once one of its kind has run stands here, and in the optimizer's `Structure`.
+        All that a call looks at once one of its kind has run stands here and in `StoredCall.run`, and in the optimizer's
+        `Structure`.
         """
-        if self._lists is not self._state.lists:
-            self._compare_program()
-            self._current.clear()
-        if self._watch is None or self._watch.has_changed():
+        if self._lists is not self._state.lists or self._watch is None or self._watch.has_changed():
+            if self._lists is not self._state.lists:
+                self._compare_program()
             self._watch = Watch(self._parts)
             self._current.clear()
+            self._outdated.clear()
         kind, plan = (accumulates, *inputs["accumulated"], *flat.key()), inputs["plan"]
         if (call := self._current.get(kind)) is not None:
-            return call if call.agrees(plan) else None
+            if not call.agrees(plan):
+                return None
+            if not call.has_read_others():
+                return call
+        if kind in self._outdated:
+            return None
         key = call_key(self._parts, inputs, flat, accumulates)
         if not self._fits or key not in self._rows:
             return None
@@ -135,12 +140,14 @@ class ArtifactGraphs:
             self._calls[key] = StoredCall(self._rows[key], self._libraries, self._parts)
         call = self._calls[key]
         with self._parts.step_model.traceable() as model:
-            difference = call.difference(scope_of(model, self._parts, inputs, batch, named, accumulates), plan)
+            scope = scope_of(model, self._parts, inputs, batch, named, accumulates)
+            difference = call.difference(scope, plan)
         if difference is not None:
             if not call.was_compared:
                 raise mismatch(self._path, *difference)
-            return None  # the program has changed since
-        call.bind(inputs)
+            self._outdated.add(kind)  # the program has changed since
+            return None
+        call.bind(inputs, scope)
         self._current[kind] = call
         return call
 

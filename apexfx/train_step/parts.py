@@ -56,8 +56,6 @@ class StepParts:
 class CallGraphs(Protocol):
     """What runs the calls of a step, and has their graphs."""
 
-    guards_parameters: bool  # whether it sees by itself, at each call, that a parameter is another kind of tensor
-
     def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
         """Run a call, which accumulates gradients alone or applies them, and return what its function does."""
 

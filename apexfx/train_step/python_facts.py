@@ -7,6 +7,7 @@ methods, a module its class; numbers, flags and texts are themselves.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import enum
 import functools
 import hashlib
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from .._torch import OpOverload, OpOverloadPacket
 from ..compiler.dynamo_layers import SCOPES
+from .optimizer_state import same_tensors
 
 Row = list[Any]  # where a value was read, what was asked of it, what that was asked with, the answer
 
@@ -39,6 +41,11 @@ _OF_VALUE = {"ID_MATCH", "EQUALS_MATCH", "CONSTANT_MATCH", "BOOL_MATCH", "NONE_M
              "MODULE_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "RANGE_ITERATOR_MATCH"}
 _OF_ATTRIBUTE = {"HASATTR": "attr", "NOT_PRESENT_IN_GENERIC_DICT": "attr", "DICT_CONTAINS": "key", "DICT_NOT_CONTAINS": "key",
                  "SET_CONTAINS": "item", "SET_NOT_CONTAINS": "item"}
+
+
+# Sources of what each call is given, and of what a module holds itself.
+_LOOKED_AT = re.compile(r"L\['(?:batch|named_inputs)'\]|L\['inputs'\]\.(?!model\b|objective\b)")
+_OF_MODULE = re.compile(r"L\['inputs'\]\.model(?:\._modules\['[^']*'\])*(?:\.\w+(?:\['[^']*'\])?)?")
 
 
 class NotComparable(Exception):
@@ -64,7 +71,7 @@ class Facts:
         if isinstance(value, Tensor):
             strides = tuple(value.stride()) if value.layout == torch.strided else value.layout
             return (f"{type(value).__name__} {value.dtype} {tuple(value.shape)} strides {strides} on {value.device}"
-                    + (", requires_grad" if value.requires_grad else ""))
+                    + ", requires_grad" * value.requires_grad + ", conjugated" * value.is_conj() + ", negated" * value.is_neg())
         if isinstance(value, types.FunctionType):
             return f"function {value.__module__}.{value.__qualname__} {self._function(value)}"
         if isinstance(value, types.CodeType):
@@ -160,10 +167,15 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()[:12]
 
 
-class _Globals(dict):
-    """The globals of a traced function, and what Dynamo adds to them: modules and built-in functions."""
+class _Globals:
+    """The globals of a traced function as they are, and what Dynamo adds to them: modules and built-in functions."""
 
-    def __missing__(self, name: str) -> Any:
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._names:
+            return self._names[name]
         if name.startswith("__builtins_dict__"):
             return vars(builtins)
         if name.startswith("__import_"):
@@ -183,7 +195,7 @@ class Scope:
         self._function = function
         self._names = {"L": arguments, "G": _Globals(function.__globals__)}
 
-    def value(self, source: str) -> Any:
+    def value(self, source: str | types.CodeType) -> Any:
         return eval(source, dict(self._names))
 
     def in_any_process(self, source: str) -> str:
@@ -228,6 +240,35 @@ def rows_of(guards: Iterable[Any], scope: Scope, facts: Facts) -> list[Row]:
             raise NotComparable(f"{readable(source)}, one {type(value).__name__} of perhaps several")
         rows[f"{kind} {source} {given}"] = [source, kind, given, answer]
     return list(rows.values())
+
+
+class Values:
+    """What Dynamo has read besides the batch and what modules hold themselves: globals, closures, attributes of objects.
+
+    Args:
+        rows: of a call.
+        scope: of it, when they were found to hold.
+    """
+
+    def __init__(self, rows: Iterable[Sequence[Any]], scope: Scope) -> None:
+        self._scope, sources = scope, []
+        for source in dict.fromkeys(source for source, *_ in rows):
+            if not _LOOKED_AT.search(source) and not _OF_MODULE.fullmatch(source):
+                with contextlib.suppress(Exception):  # what is there while the graph is captured alone
+                    scope.value(source)
+                    sources.append(source)
+        self._code = compile(f"[{', '.join(sources)}]", "<sources>", "eval")
+        self._before = self._now()
+
+    def have_changed(self) -> bool:
+        """Return whether one of them is not what it was, by a comparison of objects, and of what compares itself."""
+        return not same_tensors(self._now(), self._before)
+
+    def _now(self) -> list[Any]:
+        try:
+            return self._scope.value(self._code)
+        except Exception as error:  # there is nothing any more
+            return [error]
 
 
 def row_of_write(place: str, value: Any, scope: Scope, facts: Facts) -> Row:

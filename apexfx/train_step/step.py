@@ -120,7 +120,7 @@ class TrainStep:
         self._recorder.record_where_skipped()
         call = Call(self.objective, batch, named, self.report)
         with state.all_or_nothing():
-            state.prepare(cached=self._graphs.guards_parameters)
+            state.prepare(cached=True)
             self._check_autocast()
             self._skipped.start_call(batch, named)
             accumulates = state.num_accumulated_calls() + 1 < parts.options.accumulate

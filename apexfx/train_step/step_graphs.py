@@ -64,8 +64,6 @@ class StepGraphs:
         recorder: looks on while a graph is captured and compiled, or None.
     """
 
-    guards_parameters = True
-
     def __init__(self, parts: StepParts, state: TrainingState, recorder: ArtifactRecorder | None = None) -> None:
         self._parts, self._state, self._recorder = parts, state, recorder
         self._make_compiler = functools.partial(

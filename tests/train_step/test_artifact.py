@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from torch import nn
 
 import apexfx
 from apexfx.__main__ import main
+from apexfx._torch import tensor_check, tree_flatten
 from apexfx.train_step import artifact_file
-from apexfx.train_step.artifact import Watch
-from apexfx.train_step.python_facts import Facts, NotComparable, Scope, code_digest, row_of_write
+from apexfx.train_step.artifact import Batch, Watch
+from apexfx.train_step.python_facts import Facts, NotComparable, Scope, Values, code_digest, row_of_write
 from tests import fresh_process
 from tests.distributed.launch import run_ranks
 
@@ -225,6 +227,72 @@ def test_a_loaded_call_notices_what_modules_hold(change):
     assert not watch.has_changed()
     WATCHED[change](step.model, hook)
     assert watch.has_changed()
+
+
+def test_a_loaded_call_notices_what_else_was_read(monkeypatch):
+    class Options:
+        scale = 1.0
+
+    options, loss = Options(), loss_of(2.0)
+    sources = ["G['SCALE']", "L['inputs'].objective.options.scale", "L['inputs'].objective.loss.__closure__[0].cell_contents",
+               "L['inputs'].model._modules['drop'].p", "L['batch'][0]", "L['inputs'].params[0]", "G['not_there']"]
+    objective = SimpleNamespace(options=options, loss=loss)
+    scope = Scope(Net.forward, {"inputs": SimpleNamespace(model=Net(), objective=objective, params=[X]), "batch": (X,)})
+
+    def values():
+        return Values([[source, "EQUALS_MATCH", None, ""] for source in sources], scope)
+
+    for change in (lambda: monkeypatch.setattr("tests.train_step.test_artifact.SCALE", 2.0),
+                   lambda: setattr(options, "scale", 2.0), lambda: setattr(loss.__closure__[0], "cell_contents", 3.0),
+                   lambda: delattr(objective, "options")):
+        before = values()
+        assert not before.have_changed()
+        change()
+        assert before.have_changed() and not values().have_changed()
+
+
+def test_batches_are_told_apart():
+    z = torch.ones(3, dtype=torch.complex64)
+    batches = [(X, X), (X, X.clone()), (X, X.double()), (X, X.t()), (X, 1), (X, 1.0), (z, z.clone()), (z, z.conj()), (X, z.imag),
+               (X, z.conj().imag), (X,), ([X],)]
+    keys = [Batch(*tree_flatten((batch, {}))).key() for batch in batches]
+    assert len(set(keys)) == len(keys) and keys[1] == Batch(*tree_flatten(((X.clone(), X.clone()), {}))).key()
+
+
+@pytest.mark.parametrize("changed", [lambda x: x.double(), lambda x: x[:3], lambda x: x.t().contiguous().t(), lambda x: None])
+def test_tensors_of_another_kind_are_noticed(changed):
+    tensors = [torch.ones(5, 6), nn.Parameter(torch.ones(5, 6))]
+    holds = tensor_check(tensors)
+    assert holds(*tensors)
+    if (data := changed(tensors[1].data)) is not None:
+        tensors[1].data = data
+    else:
+        tensors[1].requires_grad_(False)
+    assert not holds(*tensors)
+
+
+@pytest.mark.long
+def test_a_loaded_call_computes_what_one_without_a_file_does(tmp_path, monkeypatch):
+    def objective(model, x, other):
+        return (model(x).sum() - other.mean()).square() * SCALE
+
+    def run(path):
+        monkeypatch.setattr("tests.train_step.test_artifact.SCALE", 1.0)
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = apexfx.train_step(model, objective=objective, optimizer=optimizer, artifact=path)
+        torch.manual_seed(1)
+        losses = [step(X, X), step(X, X)]
+        losses.append(step(X, X + 1))
+        monkeypatch.setattr("tests.train_step.test_artifact.SCALE", 3.0)
+        losses.append(step(X, X))
+        model.head.weight.data = model.head.weight.data.t().contiguous().t()
+        return torch.stack([*losses, step(X, X)]), step
+
+    first, _ = run(tmp_path / "step")
+    loaded, step = run(tmp_path / "step")
+    assert step._graphs._calls and torch.equal(first, loaded) and torch.equal(loaded, run(None)[0])
 
 
 @pytest.mark.long
