@@ -157,10 +157,11 @@ class StoredCall:
 
     def __init__(self, row: Mapping[str, Any], libraries: Mapping[str, bytes], parts: StepParts) -> None:
         self.row, self._parts, self.was_compared = row, parts, False
-        self._args: list[Any] = []  # the inputs, but for those of the batch
+        self._args: list[Any] = []  # the inputs, None for those of the batch
+        self._bound: list[Tensor] = []  # those but of the batch
         self._of_batch: list[tuple[int, int]] = []  # the places of those, as an input and as a leaf
-        self._ids: set[int] = set()  # of the inputs but those
-        self._holds: Callable[..., bool] | None = None  # whether these are tensors of the same kinds
+        self._ids: set[int] = set()  # of what is bound
+        self._holds: Callable[..., bool] | None = None  # whether what is bound are tensors of the same kinds
         self._plan, self._process = "", {}  # when they were found
         self._values: Values | None = None
         kernels = {name: libraries[library] for name, library in row["kernels"].items()}
@@ -193,20 +194,21 @@ class StoredCall:
         held = {**inputs, **{name: {None: inputs[name]} for name in _SINGLE}}
         self._of_batch = [(place, where[0]) for place, (source, *where) in enumerate(self.row["inputs"]) if source == _BATCH]
         self._args = [None if source[0] == _BATCH else _found(source, self._parts, held) for source in self.row["inputs"]]
-        bound = [arg for arg in self._args if arg is not None]
-        self._ids, self._holds = set(map(id, bound)), tensor_check(bound)
+        self._bound = [arg for arg in self._args if arg is not None]
+        self._ids, self._holds = set(map(id, self._bound)), tensor_check(self._bound)
 
     def run(self, leaves: Sequence[Any], on_change: Callable[[], None],
             on_communication: Callable[[], None]) -> tuple[Any, ...] | None:
         """Run it for a batch, and return what the step's function does; None where it was not made for these inputs: two are one
         tensor, or one of the model or the optimizer is of another kind (`tensor.data = ...`).
         """
-        if not self._holds(*(arg for arg in self._args if arg is not None)):
+        if not self._holds(*self._bound) or len(self._ids) < len(self._bound):
             return None
         args = self._args.copy()
         for place, leaf in self._of_batch:
             args[place] = leaves[leaf]
-        if len(self._ids.union(id(args[place]) for place, _ in self._of_batch)) != len(args):
+        of_batch = {id(args[place]) for place, _ in self._of_batch}
+        if len(of_batch) < len(self._of_batch) or not of_batch.isdisjoint(self._ids):
             return None
         for place, name in self.row["leaves"]:
             check_leaf(name, args[place])
