@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import WeakTensorKeyDictionary, recording_autograd, storage_address
+from ..config import HALVES
 from ._define import define
 
 _RECORDED = WeakTensorKeyDictionary()  # recording -> (inputs, outputs)
@@ -56,6 +57,8 @@ class RecurrentLayer:
         batch_sizes, *arguments = arguments if packed else (None, *arguments)
         hx, params, has_biases, num_layers, dropout, train, bidirectional, *batch_first = arguments
         hx = list(hx) if self.name == "lstm" else [hx]
+        # What another graph has computed in low precision: autocast takes it.
+        hx = [h.float() if x.dtype == torch.float32 and h.dtype in HALVES else h for h in hx]
         if not (dropout and train):
             return self._layers(x, batch_sizes, hx, params, has_biases, num_layers, train, bidirectional, *batch_first)
         rows, count, states = 1 + bidirectional, len(params) // num_layers, []

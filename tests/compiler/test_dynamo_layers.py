@@ -134,7 +134,7 @@ def test_too_many_lengths_of_a_loop_run_in_pieces():
     with torch._dynamo.config.patch(recompile_limit=2):
         with pytest.raises(RuntimeError, match="compiled 2 times(?s:.)*the length of sequences(?s:.)*fallback='transform'"):
             train_beside_eager(Loop(), 3, lengths, **options)
-        step, params = train_beside_eager(Loop(), 5, lengths, fallback="transform", **options)
+        step, params = train_beside_eager(Loop(), 4, lengths, fallback="transform", **options)  # two graphs in pieces
     assert "the step was compiled 2 times" in step.report.notes[0]
     assert all(torch.equal(p, q) for p, q in params)
 
