@@ -239,8 +239,11 @@ def _artifact(arguments: argparse.Namespace) -> int:
 
     try:
         print(summary(arguments.path))
-    except (ArtifactMismatch, FileNotFoundError) as error:
+    except ArtifactMismatch as error:
         print(error, file=sys.stderr)
+        return 2
+    except FileNotFoundError:
+        print(f"apexfx: there is no artifact {str(arguments.path)!r}; a step with artifact= writes one", file=sys.stderr)
         return 2
     return 0
 

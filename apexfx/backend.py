@@ -62,13 +62,13 @@ def _compiler_of(backend: Any, options: dict[str, Any] | None) -> GraphCompiler:
     compiler = getattr(backend, "_apexfx_compiler", None)
     if compiler is not None:
         return compiler
+    if (options or {}).get("ddp"):  # before it asks for a process group
+        raise ValueError("apexfx: ddp= belongs to apexfx.transform(), which is given the model; torch.compile() shows a backend "
+                         "graphs alone")
     config = TransformConfig.from_options(options)
     if config.methods:
         raise ValueError("apexfx: methods= belongs to apexfx.transform(); give torch.compile(model.method, backend='apex') a "
                          "method")
-    if config.ddp:
-        raise ValueError("apexfx: ddp= belongs to apexfx.transform(), which is given the model; torch.compile() shows a backend "
-                         "graphs alone")
     compiler = compiler_for(config)
     if hasattr(backend, "compiler_name"):  # made by torch.compile(), which holds the options too
         backend._apexfx_compiler = compiler

@@ -1,46 +1,37 @@
-"""A compiled step in a file: a program that is the same takes its graphs from there, and captures and compiles nothing.
-
-`ArtifactRecorder` looks on while a graph is captured, compiled and first run, and `StoredCall` runs what it has made of that.
-"""
+"""A compiled step in a file: a program that is the same takes its graphs from there, and captures and compiles nothing."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from .._torch import changed_inductor_settings, num_hooks, process_state, registries, tensor_check, tree_flatten, without_autocast
+from .._torch import changed_inductor_settings, num_hooks, process_state, registries, tensor_check, without_autocast
 from ..compiler.cache import package_digest, pass_digest
 from ..distributed.agreement import Communication, explained
 from ..errors import ArtifactMismatch
 from ..graph.inputs import Placeholder
-from ..graph.nodes import graphs
 from ..graph.shared_memory import MemoryCheck
 from ..report.records import GraphReport
 from .function import StepInputs, run_accumulate, run_step
 from .leaves import check_leaf
 from .optimizer_state import same_tensors
 from .parts import StepParts
-from .python_facts import Facts, NotComparable, Scope, Values, first_difference, is_plain, row_of_write, rows_of
+from .python_facts import Facts, Scope, Values, first_difference
 from .state import StepLists
-from .stored_code import StoredCode, stored
+from .stored_code import StoredCode
 
-_LISTS = ("params", "buffers", "states", "scalars")  # of `StepInputs`
-_SINGLE = ("means",)
-_BATCH = "batch"
-_TENSORS = (Tensor, nn.Parameter)
-_KNOWN_OPS = ("aten", "prims", "apexfx", "_c10d_functional", "higher_order")  # whose derivatives are torch's, or this package's
+SINGLE = ("means",)
+BATCH = "batch"
 
 
 def program_facts(parts: StepParts, lists: StepLists) -> dict[str, str]:
@@ -52,7 +43,7 @@ def program_facts(parts: StepParts, lists: StepLists) -> dict[str, str]:
     rows |= {f"pass {each.name}": str(pass_digest(each)) for each in parts.options.config.passes}
     rows |= {"process groups": json.dumps(parts.groups.describe()), "optimizer": parts.optimizers.name}
     rows |= {f"torch._inductor.config.{name}": text for name, text in changed_inductor_settings().items()}
-    for prefix, root in zip(("", "objective."), _roots(parts)):
+    for prefix, root in zip(("", "objective."), roots_of(parts)):
         for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
             rows |= {f"{kind} {prefix}{name}": facts.of(tensor) for name, tensor in named}
     rows["trained"] = ", ".join(lists.names[id(p)] for p in lists.params)
@@ -69,7 +60,8 @@ def _processor() -> str:
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}, features {flags}"
 
 
-def _roots(parts: StepParts) -> list[nn.Module]:
+def roots_of(parts: StepParts) -> list[nn.Module]:
+    """Return the modules that hold all others."""
     return [parts.model, *parts.objective_modules.given]
 
 
@@ -112,7 +104,7 @@ class Batch:
 def call_key(parts: StepParts, inputs: Mapping[str, Any], batch: Batch, accumulates: bool) -> str:
     """Return which kind of call this is, for all processes: a graph is for one."""
     facts, same = Facts(), batch.same()
-    modes = "".join("ET"[module.training] for root in _roots(parts) for module in root.modules())
+    modes = "".join("ET"[module.training] for root in roots_of(parts) for module in root.modules())
     held = "" if accumulates else "".join("01"[each] for each in inputs["accumulated"])  # which `run_accumulate` does not read
     return "\n".join(["accumulates" if accumulates else "updates", held,
                       hashlib.sha256(modes.encode()).hexdigest()[:12], " ".join(str(batch.structure).split()),
@@ -133,7 +125,7 @@ class Watch:
     """
 
     def __init__(self, parts: StepParts) -> None:
-        modules = [module for root in _roots(parts) for module in root.modules()]
+        modules = [module for root in roots_of(parts) for module in root.modules()]
         self._live = [*map(vars, modules), *(held for module in modules for held in vars(module).values()
                                              if isinstance(held, (list, dict, set)))]
         self._before, self._hooks = list(map(copy.copy, self._live)), num_hooks()
@@ -146,7 +138,7 @@ class StoredCall:
     """Runs one kind of call by code from a file.
 
     Args:
-        row: what `ArtifactRecorder` has made of it.
+        row: what an `ArtifactRecorder` has made of it.
         libraries: of the kernels, by name.
         parts: of the step.
 
@@ -177,7 +169,7 @@ class StoredCall:
     def difference(self, scope: Scope, plan: str) -> tuple[str, str, str] | None:
         """Return what of the program is not as it was when the graph was captured (what, as it was, as it is), or None."""
         return differing({"the update": self.row["plan"], **self.row["process"]},
-                         {"the update": plan, **_texts(process_state())}) or first_difference(self.row["facts"], scope)
+                         {"the update": plan, **texts(process_state())}) or first_difference(self.row["facts"], scope)
 
     def agrees(self, plan: str) -> bool:
         """Return whether update and process are as they were when the inputs were found."""
@@ -191,9 +183,9 @@ class StoredCall:
         """Find the inputs, in modules as they are now: the program is the one that the graph was captured from."""
         self.was_compared, self._plan, self._process = True, inputs["plan"], process_state()
         self._values = Values(self.row["facts"], scope)
-        held = {**inputs, **{name: {None: inputs[name]} for name in _SINGLE}}
-        self._of_batch = [(place, where[0]) for place, (source, *where) in enumerate(self.row["inputs"]) if source == _BATCH]
-        self._args = [None if source[0] == _BATCH else _found(source, self._parts, held) for source in self.row["inputs"]]
+        held = {**inputs, **{name: {None: inputs[name]} for name in SINGLE}}
+        self._of_batch = [(place, where[0]) for place, (source, *where) in enumerate(self.row["inputs"]) if source == BATCH]
+        self._args = [None if source[0] == BATCH else _found(source, self._parts, held) for source in self.row["inputs"]]
         self._bound = [arg for arg in self._args if arg is not None]
         self._ids, self._holds = set(map(id, self._bound)), tensor_check(self._bound)
 
@@ -225,7 +217,8 @@ class StoredCall:
         return _built(self._outputs, outputs, args)
 
 
-def _texts(state: Mapping[str, Any]) -> dict[str, str]:
+def texts(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the state of a process as a row has it."""
     return {name: str(value) for name, value in state.items()}
 
 
@@ -234,34 +227,8 @@ def _found(place: Sequence[Any], parts: StepParts, inputs: Mapping[str, Any]) ->
     if kind not in ("parameter", "buffer"):
         return inputs[kind][where[0] if where else None]
     root, path, name = where
-    held = registries(_roots(parts)[root].get_submodule(path))
+    held = registries(roots_of(parts)[root].get_submodule(path))
     return (held.parameters if kind == "parameter" else held.buffers)[name]
-
-
-def _places(parts: StepParts, inputs: Mapping[str, Any], leaves: Sequence[Any]) -> dict[int, list[Any]]:
-    """Return where each tensor of a step is found, by its id."""
-    places: dict[int, list[Any]] = {id(leaf): [_BATCH, i] for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    for number, root in enumerate(_roots(parts)):
-        for path, module in root.named_modules():
-            held = registries(module)
-            for kind, tensors in (("parameter", held.parameters), ("buffer", held.buffers)):
-                places |= {id(tensor): [kind, number, path, name] for name, tensor in tensors.items() if tensor is not None}
-    for name in _LISTS:
-        places |= {id(tensor): [name, i] for i, tensor in enumerate(inputs[name])}
-    return places | {id(inputs[name]): [name] for name in _SINGLE if inputs[name] is not None}
-
-
-def _template(value: Any, places: Mapping[int, list[Any]]) -> list[Any]:
-    """Describe what a step's function has returned, by outputs and inputs of its graph."""
-    if id(value) in places:
-        return places[id(value)]
-    if type(value) in (tuple, list):
-        return [type(value).__name__, [_template(each, places) for each in value]]
-    if type(value) is dict and all(isinstance(key, str) for key in value):
-        return ["dict", [[key, _template(each, places)] for key, each in value.items()]]
-    if value is None or type(value) in (bool, int, float, str):
-        return ["constant", value]
-    raise NotComparable(f"a {type(value).__name__} that the objective returns")
 
 
 def _folded(template: Sequence[Any]) -> Sequence[Any]:
@@ -283,113 +250,3 @@ def _built(template: Sequence[Any], outputs: Sequence[Any], args: Sequence[Any])
     if kind == "dict":
         return {key: _built(each, outputs, args) for key, each in value}
     return value if kind == "constant" else (outputs if kind == "output" else args)[value]
-
-
-class ArtifactRecorder:
-    """Looks on while Dynamo captures a graph of a step, and Inductor compiles it, and makes data of it all."""
-
-    def __init__(self, parts: StepParts) -> None:
-        self._parts, self._call = parts, None
-        self._begun: set[str] = set()  # kinds of calls; the next process begins as this one, whatever has changed since
-        self._begin(None)
-
-    def _begin(self, scope: Scope | None) -> None:
-        self._scope, self._obstacle, self._rows, self._graph, self._ran = scope, "", [], None, None
-
-    def begin(self, model: nn.Module, inputs: Mapping[str, Any], batch: tuple[Any, ...], named: dict[str, Any],
-              accumulates: bool) -> None:
-        """Note a call that may capture a graph."""
-        self._begin(scope_of(model, self._parts, inputs, batch, named, accumulates))
-        self._call = inputs, batch, named, accumulates
-        self._process = _texts(process_state())
-
-    def note_graph(self, graph: dict[str, Any], gm: fx.GraphModule, run: Any) -> Any:
-        """Note a graph that is compiled, and return what runs it and notes that.
-
-        Args:
-            graph: what `StepCompiler` knows of it.
-            gm: as Dynamo captured it.
-            run: runs it.
-        """
-        from .._torch_compilers import changes_of_python, traced_code
-
-        foreign = [node for each in graphs(gm) for node in each.graph.nodes if node.op == "call_function"
-                   and getattr(node.target, "namespace", "aten") not in _KNOWN_OPS]
-        self._graph, self._codes, self._changes = graph, traced_code(), changes_of_python()
-        self._obstacle = f"{foreign[0].target}, whose derivative may change" if foreign else ""
-
-        def recorded(*args: Any) -> Any:
-            outputs = run(*args)
-            if self._scope is not None:
-                self._ran = args, outputs
-            return outputs
-
-        return recorded
-
-    def note_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Note what Dynamo guards, which is a `guard_filter_fn`: it keeps all guards."""
-        facts = Facts()
-        try:
-            if self._scope is not None:
-                self._rows = [row_of_write(*change, self._scope, facts) for change in self._changes]
-                self._rows += rows_of(guards, self._scope, facts)
-                seen = facts.codes
-                if (unseen := [code for code in self._codes if code not in seen and not _is_own(code)]):
-                    raise NotComparable(f"{unseen[0].co_qualname}() in {unseen[0].co_filename}, which no guard is about")
-        except NotComparable as error:
-            self._obstacle = self._obstacle or str(error)
-        return [True] * len(guards)
-
-    def finish(self, returned: Any) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-        """Return the call that has ended as a row and its libraries; None where no graph was captured for it.
-
-        Raises:
-            NotComparable: no other program could be told from this one, or not run by it.
-        """
-        graph, ran, call, self._call = self._graph, self._ran, self._call, None
-        obstacle, rows = self._obstacle, self._rows
-        self._begin(None)
-        if graph is None or ran is None:
-            return None
-        (args, outputs), (inputs, batch, named, accumulates) = ran, call
-        leaves, structure = tree_flatten((batch, named))
-        key = call_key(self._parts, inputs, Batch(leaves, structure), accumulates)
-        if key in self._begun:
-            return None
-        self._begun.add(key)
-        code, lowered = graph["code"]()
-        if obstacle or lowered.obstacle:
-            raise NotComparable(obstacle or lowered.obstacle)
-        if not all(type(leaf) in _TENSORS or is_plain(leaf) for leaf in leaves):
-            raise NotComparable("an object in the batch")
-        if any(type(arg) not in _TENSORS for arg in args) \
-                or (lowered.num_inputs, lowered.num_outputs) != (len(args), len(outputs)):
-            raise NotComparable("an input that is a number, a size or a subclass of Tensor")
-        if not _places(self._parts, inputs, []).keys().isdisjoint(map(id, leaves)):
-            raise NotComparable("a tensor of the batch that the model or the optimizer holds")
-        places = _places(self._parts, inputs, leaves)
-        if (unknown := next((p.name for p, arg in zip(graph["placeholders"], args) if id(arg) not in places), None)) is not None:
-            raise NotComparable(f"{unknown}, a tensor that is neither of a module, nor of the optimizer, nor of the batch")
-        if (check := graph["check_memory"]) is None:
-            raise NotComparable("a graph that updates nothing")
-        stored_code = stored(code)
-        of_graph = {id(each): [kind, i] for kind, several in (("input", args), ("output", outputs))
-                    for i, each in enumerate(several)}
-        names = {name: f"{hashlib.sha256(library).hexdigest()[:24]}.so" for name, library in stored_code.kernels.items()}
-        row = {"key": key, "plan": inputs["plan"], "process": self._process,
-               "facts": rows, "inputs": [places[id(arg)] for arg in args], "outputs": _template(returned, of_graph),
-               "placeholders": [[p.name, p.kind, list(p.shape)] for p in graph["placeholders"]],
-               "shared": [[*pair, distance] for pair, distance in check.shared.items()],
-               **{name: graph[name] for name in ("updated", "written", "leaves", "what", "collectives")},
-               "noted_writes": lowered.noted_writes, "source": stored_code.source, "functions": list(stored_code.functions),
-               "kernels": names, "report": graph["record"].to_json()}
-        return row, {names[name]: library for name, library in stored_code.kernels.items()}
-
-
-_OWN = tuple(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parent, os.__file__))
-
-
-def _is_own(code: CodeType) -> bool:
-    """Return whether code is torch's, this package's or Python's own, whose versions are compared."""
-    file = code.co_filename
-    return file.startswith(_OWN[:2]) or file.startswith(_OWN[2]) and "site-packages" not in file

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from .._torch import tree_flatten
 from ..compiler.cache import pass_digest
 from . import artifact_file
-from .artifact import ArtifactRecorder, Batch, StoredCall, Watch, call_key, differing, mismatch, program_facts, scope_of
+from .artifact import Batch, StoredCall, Watch, call_key, differing, mismatch, program_facts, scope_of
+from .artifact_recorder import ArtifactRecorder
 from .model import check_contexts
 from .parts import StepParts
 from .python_facts import NotComparable
@@ -145,7 +146,9 @@ class ArtifactGraphs:
         if difference is not None:
             if not call.was_compared:
                 raise mismatch(self._path, *difference)
-            self._outdated.add(kind)  # the program has changed since
+            self._outdated.add(kind)
+            self._warn(f"apexfx: {difference[0]} is not as it was when the step began, so what the artifact {str(self._path)!r} "
+                       "has of such a call is no longer used, and a call compiles as always")
             return None
         call.bind(inputs, scope)
         self._current[kind] = call

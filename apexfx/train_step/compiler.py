@@ -40,7 +40,7 @@ from ..precision.op_rows import mark_ops
 from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
-from .artifact import ArtifactRecorder
+from .artifact_recorder import ArtifactRecorder
 from .derivatives import check_functions, compose_norms
 from .errors import calls_backward, sparse_gradient
 from .function import ACCUMULATED

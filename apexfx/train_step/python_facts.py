@@ -195,6 +195,11 @@ class Scope:
         self._function = function
         self._names = {"L": arguments, "G": _Globals(function.__globals__)}
 
+    def without_tensors(self) -> Scope:
+        """Return the same without the batch and the lists of tensors, which whoever holds it keeps alive."""
+        inputs = self._names["L"]["inputs"]
+        return Scope(self._function, {"inputs": types.SimpleNamespace(model=inputs.model, objective=inputs.objective)})
+
     def value(self, source: str | types.CodeType) -> Any:
         return eval(source, dict(self._names))
 
@@ -251,11 +256,11 @@ class Values:
     """
 
     def __init__(self, rows: Iterable[Sequence[Any]], scope: Scope) -> None:
-        self._scope, sources = scope, []
+        self._scope, sources = scope.without_tensors(), []
         for source in dict.fromkeys(source for source, *_ in rows):
             if not _LOOKED_AT.search(source) and not _OF_MODULE.fullmatch(source):
                 with contextlib.suppress(Exception):  # what is there while the graph is captured alone
-                    scope.value(source)
+                    self._scope.value(source)
                     sources.append(source)
         self._code = compile(f"[{', '.join(sources)}]", "<sources>", "eval")
         self._before = self._now()
@@ -266,9 +271,10 @@ class Values:
 
     def _now(self) -> list[Any]:
         try:
-            return self._scope.value(self._code)
+            values = self._scope.value(self._code)
         except Exception as error:  # there is nothing any more
             return [error]
+        return [*map(type, values), *values]  # 1 == True
 
 
 def row_of_write(place: str, value: Any, scope: Scope, facts: Facts) -> Row:

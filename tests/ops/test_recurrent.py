@@ -127,3 +127,17 @@ def test_opcheck(name):
     arguments = (x, None, hx, list(copy.copy(params)), has_biases, num_layers, train, *directions, needs)
     torch.library.opcheck(getattr(torch.ops.apexfx, ours.name).default, arguments,
                           test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_a_state_of_low_precision_is_taken_into_a_layer_of_float32(name):
+    layer, x = {"lstm": nn.LSTM, "gru": nn.GRU}[name](3, 4), torch.randn(5, 2, 3)
+    state = [torch.randn(1, 2, 4).bfloat16().requires_grad_() for _ in range(2 if name == "lstm" else 1)]
+    wide = [each.detach().float().requires_grad_() for each in state]
+    options = layer.all_weights[0], True, 1, 0.0, False, False, False
+    ours = getattr(recurrent, name)(x, state if name == "lstm" else state[0], *options)
+    theirs = getattr(torch, name)(x, wide if name == "lstm" else wide[0], *options)
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for one, other in zip(torch.autograd.grad(ours[0].sum(), state), torch.autograd.grad(theirs[0].sum(), wide)):
+        torch.testing.assert_close(one, other.bfloat16(), rtol=0, atol=0)
