@@ -126,7 +126,6 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
                     "bundle is executed but registered ops of torch and apexfx. docs/guard.md explains bundles.",
     )
     replay.add_argument("bundle", metavar="BUNDLE", help="the folder")
-    replay.add_argument("--until", metavar="NODE", help="stop behind this node, and print what it gives")
     replay.set_defaults(run=_replay)
 
 
@@ -225,7 +224,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     from .observe.replay import replay
 
     try:
-        text, as_recorded = replay(arguments.bundle, until=arguments.until)
+        text, as_recorded = replay(arguments.bundle)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

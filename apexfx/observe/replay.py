@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from .._torch import tree_leaves
 from ..graph.nodes import op_name, source_line
 from ..graph.printing import count_text
 from . import bundle as bundles
@@ -21,18 +18,17 @@ _NOT_GIVEN = ("None", "False", "{}", "[]", "()", "off")  # options as a bundle w
 _MAY_DIFFER = ("python",)
 
 
-def replay(path: str, *, until: str | None = None) -> tuple[str, bool]:
+def replay(path: str) -> tuple[str, bool]:
     """Run a bundle again, on this rank alone.
 
     Args:
         path: of the folder.
-        until: stop at the node of this name, and say what it gives.
 
     Returns:
         What to print; whether the bits are the same, or need not be.
 
     Raises:
-        ValueError: it is no bundle that can be replayed, or has no such node.
+        ValueError: it is no bundle that can be replayed.
     """
     bundle = bundles.load(Path(path))
     lines = _about(bundle)
@@ -43,22 +39,14 @@ def replay(path: str, *, until: str | None = None) -> tuple[str, bool]:
             raise
         raise ValueError(f"apexfx: the graph of {path} is damaged ({type(error).__name__}: {error})") from error
     nodes = list(graph.nodes)
-    if until is not None and until not in {node.name for node in nodes}:
-        raise ValueError(f"apexfx: the graph has no node {until!r}; graph.py beside it has all")
-    observers = digests, non_finite, last = Digests(), NonFinite(graph), _Until(until)
+    observers = digests, non_finite = Digests(), NonFinite(graph)
     try:
         with bundle.random_state(), torch.no_grad():
             Interpreter(module, observers, graph=graph, received=bundle.tensors["received"]).run(*bundle.inputs())
-    except _Stop:
-        pass
     except Exception as error:
         raise ValueError(f"apexfx: {path} cannot be run here: {str(error).strip()}") from error
-    if until is not None:
-        node = next(node for node in nodes if node.name == until)
-        lines.append(f"{until}: {op_name(node)}{_where(node)}: {_shown(last.result)}")
-    else:
-        finding = non_finite.first()
-        lines.append(f"not finite: {finding} (node {finding.node})" if finding is not None else "not finite: nothing")
+    finding = non_finite.first()
+    lines.append(f"not finite: {finding} (node {finding.node})" if finding is not None else "not finite: nothing")
     recorded = bundle.data["digests"]
     compared = [node for node in nodes if node.name in recorded and node.name in digests.digests]
     different = [node for node in compared if recorded[node.name] != digests.digests[node.name]]
@@ -78,22 +66,6 @@ def replay(path: str, *, until: str | None = None) -> tuple[str, bool]:
 
 def _where(node: fx.Node) -> str:
     return f" at {source_line(node)}" if source_line(node) else ""
-
-
-class _Stop(Exception):
-    """Raised behind the last node that is to run."""
-
-
-class _Until:
-    """Observer: keeps the result of a node, and ends the run there."""
-
-    def __init__(self, name: str | None) -> None:
-        self._name, self.result = name, None
-
-    def __call__(self, node: fx.Node, result: Any) -> None:
-        if node.name == self._name:
-            self.result = result
-            raise _Stop
 
 
 def _about(bundle: bundles.Bundle) -> list[str]:
@@ -116,20 +88,3 @@ def _changes(bundle: bundles.Bundle) -> list[str]:
     here = bundles.machine(device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu"))
     return [f"{name} {then} -> {here[name]}" for name, then in bundle.data["machine"].items()
             if name not in _MAY_DIFFER and here.get(name) != then]
-
-
-def _shown(result: Any) -> str:
-    return "; ".join(_describe(leaf) for leaf in tree_leaves(result))
-
-
-def _describe(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        return repr(leaf)
-    text = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-    if not leaf.is_floating_point() or not leaf.numel():
-        return text
-    finite = leaf[leaf.isfinite()].double()
-    span = f", finite from {float(finite.min()):g} to {float(finite.max()):g}" if finite.numel() else ""
-    counts = {"nan": leaf.isnan().sum(), "inf": (leaf == math.inf).sum(), "-inf": (leaf == -math.inf).sum()}
-    others = ", ".join(f"{int(count)} {name}" for name, count in counts.items() if count)
-    return f"{text}{span}{f', {others}' if others else ''}"
