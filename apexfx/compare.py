@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ._torch import backend_of, source_of_compiled
+from ._torch import backend_of, source_of_compiled, tree_leaves
 from .compiler.forward_errors import frames_of_user
 from .compiler.forward_errors import place as text_of_line
 from .compiler.process_groups import Groups
@@ -30,7 +30,7 @@ from .precision.op_rows import OpRow
 from .report.data import Report
 from .train_step import TrainStep
 from .train_step.errors import NotOneGraph
-from .train_step.function import SupervisedObjective, WeightedOutputs
+from .train_step.function import SupervisedObjective
 from .train_step.model import StepModel
 from .train_step.objective import ObjectiveModules
 from .train_step.wrong_call import Call, shown
@@ -200,7 +200,7 @@ class _Model:
         anchor = torch.zeros((), requires_grad=True)  # what the gradient is taken by where there is to be none
         self._params, self.has_loss = params or [anchor], loss_fn is not None
         self.outputs = slice(None) if self.has_loss else slice(1, None) if params else slice(1, -1)
-        self._objective = SupervisedObjective(loss_fn) if self.has_loss else WeightedOutputs(None if params else anchor)
+        self._objective = SupervisedObjective(loss_fn) if self.has_loss else _WeightedOutputs(None if params else anchor)
 
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         return _CallOfModel(self._objective, batch, named)
@@ -215,6 +215,23 @@ class _Model:
         model = StepModel(self._model, modules, groups.batch_norm, half, Report({}))
         with call.explained():
             return trace_gradients(model, self._objective, config, groups, self._params, call.batch, call.named)
+
+
+class _WeightedOutputs:
+    """A sum of all that a model returns, with weights that differ, as an objective for a model that has no loss.
+
+    Args:
+        anchor: what the gradient is taken by where no parameter is to be: a scalar; else None.
+    """
+
+    def __init__(self, anchor: Tensor | None = None) -> None:
+        self._anchor = anchor
+
+    def __call__(self, model: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, list[Any]]:
+        outputs = [x for x in tree_leaves(model(*inputs, **named)) if isinstance(x, Tensor)]
+        sums = [(x.float() * torch.arange(x.numel(), device=x.device).cos().reshape(x.shape)).sum()
+                for x in outputs if x.is_floating_point()]
+        return sum(sums) if self._anchor is None else self._anchor * 1, outputs
 
 
 class _Run:

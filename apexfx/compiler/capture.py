@@ -19,9 +19,10 @@ _FROM_NUMPY = re.compile(r"^___from_numpy\((.+)\)$")  # around the source of an 
 _OBJECTIVE = "L['inputs'].objective."  # of a training step
 _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 
-# Frames of this package between the user's forward and the op: of a traceable class, the call of a module of torch's own.
+# Frames of this package between the user's forward and the op: of a traceable class, the call of a module, an objective.
 _OWN_FRAMES = re.compile(
-    r'^  File "[^"]*/apexfx/(?:compiler/(?:private_code|dynamo_\w+)|\w+/function|ops/recurrent)\.py", line .*\n(?:    .*\n?)*',
+    r'^  File "[^"]*/apexfx/(?:compiler/(?:private_code|dynamo_\w+)|\w+/function|ops/recurrent|compare)\.py", line .*\n'
+    r"(?:    .*\n?)*",
     re.MULTILINE)
 
 

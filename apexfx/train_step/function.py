@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch import tree_leaves, tree_map
+from .._torch import tree_map
 from ..compiler.private_code import with_private_code
 from .mean import Mean, Weighted, weigh
 
@@ -97,25 +97,6 @@ class SupervisedObjective:
         else:
             output = model(inputs)
         return self.loss_fn(output, *targets)
-
-
-class WeightedOutputs:
-    """A sum of all that a model returns, with weights that differ, as an objective for a model that has no loss: of `compare`.
-
-    It stands in this file since its lines are in no stack trace of a graph, and so none of the user's.
-
-    Args:
-        anchor: what the gradient is taken by where no parameter is to be: a scalar; else None.
-    """
-
-    def __init__(self, anchor: Tensor | None = None) -> None:
-        self.anchor = anchor
-
-    def __call__(self, model: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, list[Any]]:
-        outputs = [x for x in tree_leaves(model(*inputs, **named)) if isinstance(x, Tensor)]
-        sums = [(x.float() * torch.arange(x.numel(), device=x.device).cos().reshape(x.shape)).sum()
-                for x in outputs if x.is_floating_point()]
-        return sum(sums) if self.anchor is None else self.anchor * 1, outputs
 
 
 def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
