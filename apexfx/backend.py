@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from .compiler.graph_breaks import note_breaks
 from .compiler.pipeline import warn_unmatched
 from .compiler.process_groups import Groups
 from .config import TransformConfig
@@ -51,10 +52,7 @@ def _note_breaks(compiler: GraphCompiler, breaks: Sequence[str]) -> None:
     asks_for_passes = config.level.casts or config.precision or config.sync_bn or config.passes
     for reason in breaks:
         advice = "; apexfx.transform() holds torch.nn.LSTM, GRU and RNN in its graphs" if "LSTM" in reason else ""
-        message = f"apexfx: Dynamo broke the graph: {reason}. What runs between the graphs is out of reach of the passes{advice}"
-        if asks_for_passes and message not in compiler.report.notes:
-            log.warning(message)
-        compiler.report.note(message)
+        note_breaks(compiler.report, f": {reason}", advice, loses=bool(asks_for_passes))
 
 
 def _compiler_of(backend: Any, options: dict[str, Any] | None) -> GraphCompiler:
@@ -87,9 +85,7 @@ def compiler_for(config: TransformConfig) -> GraphCompiler:
         compiler.report.note(message)
         log.info(message)
     if config.ddp and groups.gradients is None:  # only a model unpickled where there is no group gets here
-        message = "apexfx: ddp was asked for and there is no process group: gradients stay this process's own"
-        compiler.report.note(message)
-        log.warning(message)
+        compiler.report.warn("apexfx: ddp was asked for and there is no process group: gradients stay this process's own")
     _last_report = compiler.report
     return compiler
 

@@ -1,7 +1,7 @@
 """Measure what an optimizer costs inside of a training step's graph: nodes, cold compile, a step.
 
     python benchmarks/optimizers.py                              # 300 parameters
-    python benchmarks/optimizers.py --parameters 50 RMSprop NAdam
+    python benchmarks/optimizers.py --parameters 50 RMSprop RAdam
 
 AdamW has a kernel, "RMSprop outside" is a subclass that no graph knows, the others are composed of `_foreach` ops. Columns: nodes
 of the graph, seconds of the first call under Inductor with empty caches, median milliseconds of later calls and their range.
@@ -23,7 +23,7 @@ import harness
 from tabulate import tabulate
 
 RESULTS = Path(__file__).parent / "results" / "optimizers.json"
-OPTIMIZERS = ("AdamW", "RMSprop outside", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam")
+OPTIMIZERS = ("AdamW", "RMSprop outside", "RMSprop", "Adagrad", "Adamax", "RAdam")
 OUTSIDE = " outside"
 CALLS = 30
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,17 +28,16 @@ from ..graph.printing import count_text, first_names
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
-from .forward_errors import LENGTHS, DataDependentError, as_in_eager, name_precision
+from .forward_errors import DataDependentError, as_in_eager, name_precision
+from .graph_breaks import note_breaks, shown
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .private_code import with_own_code, with_private_code
+from .recompiles import limit_hit
 from .refusals import check_call, untraceable
 from .rewritten_graph import WeakBackend
 from .traceable import TraceableClasses
-from .unscaled_loss import warn_where_unscaled
-
-log = logging.getLogger(__name__)
 
 # Dynamo's silent ways to leave a frame to eager, closed: RNN modules are traced, a module that counts its calls is not
 # compiled for every count, the recompile limit raises. Numbers and shapes read from data are a part of a graph, as in a step that
@@ -49,6 +46,9 @@ _DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_o
            "capture_dynamic_output_shape_ops": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True}
 _BREAKS_AT_DATA = {**_DYNAMO, "capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
+
+_FLOAT16 = ("apexfx: the model computes in float16, where gradients below 6e-8 are zero; scale its loss by torch.amp.GradScaler "
+            "or apexfx.amp.scale_loss(), or train by apexfx.train_step() (docs/float16.md)")
 
 
 # An outer torch.compile goes around the call of a transformed model, and would compile these instead.
@@ -110,7 +110,8 @@ class CompiledModel:
         half_parameters = config.level.half_parameters
         self._input_cast = Cast(self._half if half_parameters else torch.float32, only=(torch.float32, *HALVES))
         self._output_cast = Cast(torch.float32, only=(self._half,)) if half_parameters else None
-        self._may_lose_gradients = config.level.casts and self._half == torch.float16 and not in_step
+        if config.level.casts and self._half == torch.float16 and not in_step:
+            self.report.note(_FLOAT16)
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=WeakBackend(compiler), fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
@@ -132,9 +133,6 @@ class CompiledModel:
         result = self._run(model, args, kwargs)
         if self._output_cast is not None:
             result = _cast_result(self._output_cast, result)
-        if self._may_lose_gradients and trains and torch.is_grad_enabled():
-            self._may_lose_gradients = False  # once is enough
-            warn_where_unscaled(result, self._warn)
         if not self._checked:
             self._check_captured(model, graph_breaks(before))
         return result
@@ -161,12 +159,7 @@ class CompiledModel:
             name_precision(error, self.report)
             raise
         except FailOnRecompileLimitHit:
-            raise FailOnRecompileLimitHit(
-                f"apexfx: {self._name} was compiled {dynamo_config.recompile_limit} times, each for other values of something "
-                "that keeps changing, and would now run in eager, without the passes. The warning above, or "
-                f"TORCH_LOGS=recompiles, says what it is: {LENGTHS}, another size (pass dynamic=True), or a number or a text "
-                "that it is called with or the model holds (give it as a tensor, hold it in a buffer, keep it fixed). Or raise "
-                "torch._dynamo.config.recompile_limit") from None
+            raise limit_hit(self._name) from None
         finally:
             self._index.arguments = outer
         _check_call(call)
@@ -191,7 +184,7 @@ class CompiledModel:
                 handles.pop().remove()
             edges.clear()
             if (now := compiled()) is not None and not any(graph.training for graph in now.report.graphs):
-                now._warn(message)
+                now.report.warn(message)
 
         handles += [edge.node.register_prehook(on_gradient) for edge in edges]
 
@@ -214,11 +207,6 @@ class CompiledModel:
         casts = config.level.casts or config.precision or any(p.dtype in HALVES for p in model.parameters())
         shares = (config.ddp or config.sync_bn) and (model.training or torch.is_grad_enabled())
         return bool(casts or shares or config.passes or config.fullgraph)
-
-    def _warn(self, message: str) -> None:
-        if message not in self.report.notes:
-            self.report.note(message)
-            log.warning(message)
 
     def _in_dtype_of_parameters(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CastCall:
         """Return the arguments for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
@@ -244,30 +232,25 @@ class CompiledModel:
             breaks: of graphs in the first call, each with its reason and place.
         """
         self._checked = True
-        counts = Counter(breaks)
-        shown = "; ".join(each + (f" ({count} times)" if count > 1 else "") for each, count in list(counts.items())[:3]) \
-            + (f"; and {len(counts) - 3} others" if len(counts) > 3 else "")
         captured = len(self.report.graphs) > self._first_graph
         if breaks and captured:
-            message = (f"apexfx: Dynamo broke the graph {count_text(len(breaks), 'time')}: {shown}. What runs between the "
-                       "graphs is out of reach of the passes")
-            self._warn(message) if self._asks_for_passes(model) else self.report.note(message)
+            note_breaks(self.report, f" {count_text(len(breaks), 'time')}: {shown(breaks)}", loses=self._asks_for_passes(model))
         obstacles = untraceable(self._submodules)
         if not captured:
             advice = "" if self._in_step else ", and fullgraph=True raises at the place"
             message = "; ".join([
                 f"apexfx: {self._name} ran, but Dynamo captured no graph, so nothing was transformed", *obstacles,
-                shown or f"TORCH_LOGS=graph_breaks,recompiles says why{advice}"])
+                shown(breaks) or f"TORCH_LOGS=graph_breaks,recompiles says why{advice}"])
             if not self._in_step or self._asks_for_passes(model):
                 raise RuntimeError(message)
-            self._warn(message)
+            self.report.warn(message)
             return
         missing = [name for name, p in model.named_parameters() if p.requires_grad and not self._index.has_run(p)]
         if missing and (breaks or self._name == "forward"):  # another method is for a part of the model
             message = (f"apexfx: no captured graph holds {first_names(missing)}: unused by this forward, or left to eager by a "
                        "graph break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")
             message = "; ".join([message, *obstacles])
-            self._warn(message)
+            self.report.warn(message)
         warn_unmatched(self.report)
 
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:

@@ -16,9 +16,6 @@ from ..report.data import Report
 # What the names of files begin with that have no lines of the user's; torchvision has.
 LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _CALLED = re.compile(r"failed to bind arguments(?:.|\n)*func='(\w+)'")
-# Of what keeps changing, so that a function is compiled again and again.
-LENGTHS = ("the length of sequences that the model loops over (pad to a few lengths; torch.nn.LSTM, GRU and RNN are one op for "
-           "all)")
 
 
 class DataDependentError(RuntimeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,8 +28,6 @@ from .model_index import ModelIndex
 from .process_groups import Groups
 from .refusals import HOOKS_CHANGED, check_not_in_ddp
 from .rewritten_graph import numeric_options, read_inputs, rewrite
-
-log = logging.getLogger(__name__)
 
 
 class GraphCompiler:
@@ -105,12 +102,10 @@ class GraphCompiler:
             if self.index.is_argument(tensor, dynamo_source(node)):
                 continue
             if p.in_a_local and not isinstance(tensor, nn.Parameter):
-                message = (f"apexfx: after a graph break, forward uses {p.source}, a leaf tensor of shape {list(tensor.shape)} "
-                           "that requires a gradient and is no nn.Parameter: taken for one made in this call, whose gradient "
-                           "stays this rank's own")
-                if message not in self.report.notes:
-                    self.report.note(message)
-                    log.warning(message)
+                self.report.warn(
+                    f"apexfx: after a graph break, forward uses {p.source}, a leaf tensor of shape {list(tensor.shape)} that "
+                    "requires a gradient and is no nn.Parameter: taken for one made in this call, whose gradient stays this "
+                    "rank's own")
                 continue
             raise UnsynchronizedGradientError(
                 f"apexfx: forward uses {p.source}, a tensor of shape {list(tensor.shape)} that requires a gradient and is "

@@ -20,7 +20,7 @@ from torch import fx
 
 from .. import ops, passes
 from .._torch import free_unbacked_symbols, is_remapped_collective, tree_leaves, without_tensorify
-from .._torch_compilers import graph_breaks_around, recompile_reason
+from .._torch_compilers import graph_breaks_around
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, writes_first, written_storages
@@ -36,6 +36,7 @@ from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .process_groups import Groups
+from .recompiles import why_compiled_again
 from .refusals import check_inputs, check_lowered_rightly, check_random_objects
 from .verification import real_inputs
 
@@ -116,7 +117,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
                          parameters=tuple(p.name for p in placeholders if p.kind == "param"), mode=mode,
                          inputs=tuple(f"{p.name} {_shape(p)}" for p in placeholders if p.kind == "input"),
                          breaks=tuple(graph_breaks_around(gm)), constants=capture.constants())
-    record.recompiled = _why_compiled_again(record, report.graphs)
+    record.recompiled = why_compiled_again(record, report.graphs)
     uuid = cache.uuid(config.describe(), pipeline.passes, {
         "groups": groups.describe(), "reduce": reduces, "inputs": [[p.name, p.kind] for p in placeholders]})
     key = cache.graph_key(uuid, gm) if uuid is not None and config.inner != "eager" else None
@@ -175,21 +176,6 @@ def _explained(gm: fx.GraphModule) -> Iterator[None]:
         what = str(error).strip().partition("\n")[0]
         raise DataDependentError(f"apexfx: {source_line(read)} reads a number or a size from data, and the inner compiler fails "
                                  f"at what follows: {what}") from error
-
-
-def _why_compiled_again(record: GraphReport, earlier: Sequence[GraphReport]) -> str:
-    """Return the guard that failed, in a line; "" for the first graph of its code.
-
-    Dynamo tells that of the graph compiled last, which may be one of the other mode: then the inputs say more.
-    """
-    reason = recompile_reason()
-    alike = [graph for graph in earlier if all(
-        getattr(graph, name) == getattr(record, name) for name in ("mode", "training", "local", "parameters", "breaks"))]
-    if not reason or not alike or alike[-1] is earlier[-1]:
-        return reason
-    changed = [f"{new}, was {old.rpartition(' ')[2]} in graph {alike[-1].index}"
-               for old, new in zip(alike[-1].inputs, record.inputs) if old != new]
-    return "; ".join(changed) or reason
 
 
 def _shape(placeholder: Placeholder) -> str:

@@ -35,7 +35,6 @@ class UpdateRow:
         masters: whether the states are followed by masters of the parameters.
         lr, step: indices among the scalars; no step where nobody counts.
         numbers: the hyperparameters after the learning rate, in the op's order.
-        vectors: indices of what else is one number a parameter and the same for all of them.
         scheduled: (place in `numbers`, index) of the numbers that the host sets before each step.
     """
 
@@ -46,7 +45,6 @@ class UpdateRow:
     lr: int
     step: int | None
     numbers: tuple[Any, ...]
-    vectors: tuple[int, ...] = ()
     scheduled: tuple[tuple[int, int], ...] = ()
 
 
@@ -57,7 +55,7 @@ class SafeguardRow:
     Attributes:
         state: index among the scalars of a float64 vector of four: how many steps were judged, the running average of the norm,
             how many norms are in it, and how many calls there were.
-        log: index of a float64 matrix of which each row is a skipped step: see `optimizers/safeguard.py`.
+        log: index of a float64 matrix of which each row is a skipped step: see `optimizers/skip_decision.py`.
         window: how many norms the running average is over, and how many are needed before one is a spike.
         spike_factor: a norm above so many times the average is a spike; None where none is.
         calls: how many have gathered the gradients.
@@ -123,9 +121,8 @@ class StepPlan:
         defaults = StepPlan()
         row = {k: v for k, v in dataclasses.asdict(self).items() if getattr(self, k) != getattr(defaults, k)}
         for group in row.get("groups", ()):
-            for name in ("vectors", "scheduled"):
-                if not group[name]:
-                    del group[name]
+            if not group["scheduled"]:
+                del group["scheduled"]
         return json.dumps(row, sort_keys=True)
 
     def of_calls(self, calls: int) -> StepPlan:

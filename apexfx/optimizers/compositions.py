@@ -1,10 +1,9 @@
 """Updates without a kernel of their own, composed of `_foreach` ops over lists: what torch.optim computes, in its order.
 
-Each takes (params, grads, *states, t, *vectors, lr, *hyperparameters) and writes params and states in place. `t` is how many
-updates were made with this one, `lr` the learning rate: both are tensors, so that their change compiles nothing, and float64, as
-the numbers of torch's eager optimizers are. So is every other number that a schedule changes; all others are constants. A
-vector is one number that all parameters share; its new value is returned. Only ops
-are used that Inductor lowers, in place where that saves a node for each tensor.
+Each takes (params, grads, *states, t, lr, *hyperparameters) and writes params and states in place. `t` is how many updates were
+made with this one, `lr` the learning rate: both are tensors, so that their change compiles nothing, and float64, as the numbers
+of torch's eager optimizers are. So is every other number that a schedule changes; all others are constants. Only ops are used
+that Inductor lowers, in place where that saves a node for each tensor.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ aten = torch.ops.aten
 _Tensors = list[Tensor]
 
 
-def update(name: str, params: _Tensors, grads: _Tensors, states: Sequence[_Tensors], step: Tensor | None,
-           vectors: Sequence[_Tensors], lr: Tensor, numbers: Sequence[Any], inverse_scale: Tensor | None, clip: Tensor | None,
-           found_inf: Tensor | None) -> None:
+def update(name: str, params: _Tensors, grads: _Tensors, states: Sequence[_Tensors], step: Tensor | None, lr: Tensor,
+           numbers: Sequence[Any], inverse_scale: Tensor | None, clip: Tensor | None, found_inf: Tensor | None) -> None:
     """Unscale and clip gradients, and update by them; where `found_inf` is not 0, change nothing.
 
     Args:
@@ -31,7 +29,6 @@ def update(name: str, params: _Tensors, grads: _Tensors, states: Sequence[_Tenso
         params, grads: of one dtype; gradients are read alone.
         states: a list for each state.
         step: how many updates were made, 0-d.
-        vectors: for each what holds its number: 0-d tensors, or one of any shape.
         lr: 0-d, float64.
         numbers: whether to maximize, then what the composition takes after the learning rate.
         inverse_scale, clip: factors of the gradients, or None.
@@ -43,22 +40,14 @@ def update(name: str, params: _Tensors, grads: _Tensors, states: Sequence[_Tenso
             grads = aten._foreach_mul(grads, _cast(factor, params[0].dtype))
     if maximize:
         grads = aten._foreach_neg(grads)
-    t = _number(step) + 1.0 if step is not None else None
-    values = [_number(held[0]) for held in vectors]
+    t = _cast(step.reshape(-1)[0], torch.float64) + 1.0 if step is not None else None
     written = [*params, *(tensor for tensors in states for tensor in tensors)]
     # A skipped step is made on copies: by a factor of 0 nothing goes away, since NaN times 0 is NaN.
     new = [tensor.clone() for tensor in written] if found_inf is not None else written
     lists = [new[place:place + len(params)] for place in range(0, len(new), len(params))]
-    new_values = COMPOSITIONS[name](lists[0], grads, *lists[1:], t, *values, lr, *hyperparameters) or ()
-    parts = [(part, _cast(value, part.dtype).expand_as(part)) for held, value in zip(vectors, new_values) for part in held]
+    COMPOSITIONS[name](lists[0], grads, *lists[1:], t, lr, *hyperparameters)
     if found_inf is not None:
-        parts = [(old, torch.where(found_inf != 0, old, tensor)) for old, tensor in (*zip(written, new), *parts)]
-    if parts:
-        aten._foreach_copy_(*map(list, zip(*parts)))
-
-
-def _number(held: Tensor) -> Tensor:
-    return _cast(held.reshape(-1)[0], torch.float64)
+        aten._foreach_copy_(written, [torch.where(found_inf != 0, old, tensor) for old, tensor in zip(written, new)])
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,19 +191,6 @@ def adagrad(params, grads, sums, t, lr, lr_decay, eps, weight_decay):
     _addcdiv_(params, grads, _root(sums, eps), -lr / ((t - 1.0) * lr_decay + 1.0))
 
 
-def nadam(params, grads, exp_avgs, exp_avg_sqs, t, mu_product, lr, beta1, beta2, eps, weight_decay, momentum_decay, decoupled):
-    """torch.optim.NAdam."""
-    grads = _decayed(params, grads, weight_decay, lr if decoupled else None)
-    mu, mu_next = (beta1 * _one_minus(0.5 * 0.96 ** (count * momentum_decay)) for count in (t, t + 1.0))
-    mu_product = _cast(_cast(mu_product, torch.float32) * _cast(mu, torch.float32), torch.float64)
-    _lerp_(exp_avgs, grads, _one_minus(beta1))
-    _average_squares_(exp_avg_sqs, grads, beta2)
-    divisors = _root(aten._foreach_div(exp_avg_sqs, _each(_one_minus(beta2**t), params)), eps)
-    _addcdiv_(params, grads, divisors, -lr * _one_minus(mu) / _one_minus(mu_product))
-    _addcdiv_(params, exp_avgs, divisors, -lr * mu_next / _one_minus(mu_product * mu_next))
-    return [mu_product]
-
-
 def radam(params, grads, exp_avgs, exp_avg_sqs, t, lr, beta1, beta2, eps, weight_decay, decoupled):
     """torch.optim.RAdam; `length` is that of the moving average that the variance is estimated from."""
     grads = _decayed(params, grads, weight_decay, lr if decoupled else None)
@@ -254,18 +230,6 @@ def adadelta(params, grads, square_avgs, acc_deltas, _, lr, rho, eps, weight_dec
     _add_(params, deltas, lr)
 
 
-def asgd(params, grads, averages, t, eta, mu, lr, lambd, alpha, t0, weight_decay):
-    """torch.optim.ASGD."""
-    grads = _decayed(params, grads, weight_decay)
-    aten._foreach_mul_(params, _each(_one_minus(lambd * eta), params))
-    _add_(params, grads, eta)
-    differences = aten._foreach_sub(params, averages)
-    aten._foreach_mul_(differences, _each(mu, params))
-    aten._foreach_add_(averages, differences)
-    aten._foreach_copy_(averages, [torch.where(mu == 1.0, p, average) for p, average in zip(params, averages)])
-    return [lr / (lambd * lr * t + 1.0) ** alpha, (t - t0).clamp_min(1.0).reciprocal()]
-
-
 def muon(params, grads, buffers, _, lr, momentum, weight_decay, nesterov, coefficients, eps, num_iterations, adjust_lr_fn):
     """torch.optim.Muon: the direction of a matrix is made orthogonal, in bfloat16, by products (Newton-Schulz)."""
     _lerp_(buffers, grads, _one_minus(momentum))
@@ -289,6 +253,5 @@ def _orthogonal(matrix: Tensor, a: float, b: float, c: float, eps: float | Tenso
     return x.permute(1, 0) if is_tall else x
 
 
-COMPOSITIONS: dict[str, Callable[..., Sequence[Tensor] | None]] = {
-    function.__name__: function
-    for function in (sgd, adam, rmsprop, adagrad, nadam, radam, adamax, adadelta, asgd, muon)}
+COMPOSITIONS: dict[str, Callable[..., None]] = {
+    function.__name__: function for function in (sgd, adam, rmsprop, adagrad, radam, adamax, adadelta, muon)}

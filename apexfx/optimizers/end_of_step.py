@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ..ops._define import LIBRARY
 from ..ops.apply_gradients import StepPlan, UpdateRow, norm_dtype, present_of
-from . import compositions, ema, safeguard
+from . import compositions
+from .ema_update import follow
+from .skip_decision import judge
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -34,7 +36,6 @@ class Update:
         states: name -> one tensor for each of `params`, in the op's order.
         masters: what is updated in place of `params`, which become low-precision copies of it; or [].
         step: how many updates were made, float32: 0-d, or one element a parameter; None where nobody counts.
-        vectors: name -> one element a parameter, the same in all.
         scheduled: name -> place in `numbers`, of those that a schedule changes and that are read from the group before each step.
     """
 
@@ -45,7 +46,6 @@ class Update:
     states: dict[str, list[Tensor]] = field(default_factory=dict)
     masters: list[Tensor] = field(default_factory=list)
     step: Tensor | None = None
-    vectors: dict[str, Tensor] = field(default_factory=dict)
     scheduled: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -116,7 +116,7 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         if plan.max_grad_norm not in (None, math.inf) else None
     averages = _update_groups(plan, params, grads, states, scalars, _Factors(scale, inverse, clip, verdict.skip), call)
     if (row := plan.ema) is not None:
-        call(ema.follow, *averages, scalars[row.counts], row.decay, verdict.skip)
+        call(follow, *averages, scalars[row.counts], row.decay, verdict.skip)
     gradients = [_kept(g, inverse, clip, call) for g in present] if plan.keeps_gradients else []
     if plan.growth_tracker is not None:
         _adapt_scale(plan, scale, scalars[plan.growth_tracker], verdict, call)
@@ -157,8 +157,8 @@ def _judge(plan: StepPlan, grads: Sequence[Any], inverse: Any, scalars: Sequence
     if (judged := plan.safeguard) is not None:
         members = [place for place, g in enumerate(grads) if g is not None]
         averaged = norm if empty is None else call(aten.div.Tensor, norm, _not(empty, call))  # 0 / 0 where empty: in no average
-        fault = call(safeguard.judge, found_inf, averaged, norms, members, scalars[plan.skips], scalars[judged.state],
-                     scalars[judged.log], judged.window, judged.spike_factor, judged.calls)
+        fault = call(judge, found_inf, averaged, norms, members, scalars[plan.skips], scalars[judged.state], scalars[judged.log],
+                     judged.window, judged.spike_factor, judged.calls)
     if empty is None:
         return _Verdict(norm, found_inf, fault, fault, fault)
     if fault is None:
@@ -302,12 +302,11 @@ def _composed(group: UpdateRow, places: Sequence[int], lists: Sequence[list[Any]
     """The same, where the op is composed of others."""
     params, grads, *states = lists
     step = None if group.step is None else _counts(scalars[group.step], places[:1], call)[0]
-    vectors = [_counts(scalars[index], places, call) for index in group.vectors]
     numbers = list(group.numbers)
     for place, index in group.scheduled:
         numbers[place] = scalars[index]
-    call(compositions.update, group.op, params, grads, states, step, vectors, scalars[group.lr], numbers, factors.inverse,
-         factors.clip, factors.skip)
+    call(compositions.update, group.op, params, grads, states, step, scalars[group.lr], numbers, factors.inverse, factors.clip,
+         factors.skip)
 
 
 def _of(tensors: Sequence[Any], members: Sequence[int]) -> list[Any]:

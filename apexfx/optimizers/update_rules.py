@@ -32,7 +32,6 @@ class UpdateSpec:
         states: the names of the tensors of its state, in the op's order.
         counts: whether updates are counted.
         first: what a state holds at first.
-        vectors: the names of numbers of the state, and what they are at first.
         scheduled: as of `Update`.
     """
 
@@ -41,7 +40,6 @@ class UpdateSpec:
     states: tuple[str, ...]
     counts: bool = True
     first: float = 0.0
-    vectors: Mapping[str, float] = field(default_factory=dict)
     scheduled: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -112,20 +110,17 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
              changed: Collection[str]) -> Iterator[Update]:
     """Yield the updates of a group: one for all parameters that were updated equally often, whose moments are corrected alike.
 
-    What is missing of the state is made as torch makes it, so that a checkpoint of either resumes in the other. The numbers of
-    the state, which torch keeps in a tensor a parameter, become elements of one vector, which the graph writes at once.
+    What is missing of the state is made as torch makes it, so that a checkpoint of either resumes in the other. The counts of
+    updates, which torch keeps in a tensor a parameter, become elements of one vector, which the graph writes at once.
     """
     alike: dict[tuple[Any, ...], list[Tensor]] = {}
     options = {name: tree_map(_as_number, value) for name, value in group.items() if name != "params"}
     for p in group["params"]:
         if id(p) in trained:
             rule = _RULES[type(optimizer)](optimizer, options, p.dtype, changed)
-            state = optimizer.state.get(p, {})
-            first = {**({"step": _first_count(rule, state)} if rule.counts else {}), **rule.vectors}
-            numbers = tuple(float(state.get(name, number)) for name, number in first.items())
-            label = labels.get(id(p), 0) if rule.counts else 0
-            alike.setdefault((p.dtype, label, *numbers), []).append(p)
-    for (dtype, _, *numbers), members in alike.items():
+            counted = (labels.get(id(p), 0), _count(rule, optimizer.state.get(p, {}))) if rule.counts else (0, 0.0)
+            alike.setdefault((p.dtype, *counted), []).append(p)
+    for (dtype, _, count), members in alike.items():
         rule = _RULES[type(optimizer)](optimizer, options, dtype, changed)
         states: dict[str, list[Tensor]] = {name: [] for name in rule.states}
         for p in members:
@@ -133,32 +128,30 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
                 if optimizer.state[p].get(name) is None:
                     optimizer.state[p][name] = torch.full_like(p, rule.first, memory_format=torch.preserve_format)
                 tensors.append(optimizer.state[p][name])
-        names = (*(("step",) if rule.counts else ()), *rule.vectors)
-        vectors = {name: _one_vector(optimizer, members, name, number) for name, number in zip(names, numbers)}
-        yield Update(rule.op, group, rule.numbers, members, states, step=vectors.pop("step", None), vectors=vectors,
-                     scheduled=rule.scheduled)
+        step = _one_vector(optimizer, members, count) if rule.counts else None
+        yield Update(rule.op, group, rule.numbers, members, states, step=step, scheduled=rule.scheduled)
 
 
 def _as_number(option: Any) -> Any:
     return float(option) if isinstance(option, Tensor) else option
 
 
-def _first_count(rule: UpdateSpec, state: dict[str, Any]) -> float:
-    """Return how many updates there were where nobody has counted them: an SGD that dampens all but its first gradient."""
-    return 1.0 if rule.op == "sgd" and state.get("momentum_buffer") is not None else 0.0
+def _count(rule: UpdateSpec, state: dict[str, Any]) -> float:
+    """Return how many updates a parameter had; of an SGD, which counts none and dampens all but its first gradient, 0 or 1."""
+    return float(state.get("step", rule.op == "sgd" and state.get("momentum_buffer") is not None))
 
 
-def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], name: str, number: float) -> Tensor:
-    """Return the vector whose elements are a number of each member's state; another step on this optimizer may have made it."""
-    held = [optimizer.state[p].get(name) for p in members]
+def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], count: float) -> Tensor:
+    """Return the vector whose elements are the count of each member's state; another step on this optimizer may have made it."""
+    held = [optimizer.state[p].get("step") for p in members]
     base = viewed(held[0]) if isinstance(held[0], Tensor) else None
     if base is not None and base.dim() == 1 and len(base) == len(held) and all(
             isinstance(own, Tensor) and viewed(own) is base and own.data_ptr() == base[i].data_ptr()
             for i, own in enumerate(held)):
         return base
-    vector = torch.full((len(members),), number, dtype=torch.float32, device=members[0].device)
+    vector = torch.full((len(members),), count, dtype=torch.float32, device=members[0].device)
     for p, own in zip(members, vector.unbind()):
-        optimizer.state[p][name] = own
+        optimizer.state[p]["step"] = own
     return vector
 
 
@@ -202,15 +195,13 @@ def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, c
     return _composition("muon", group, options, ("momentum_buffer",), changed, counts=False)
 
 
-def _composed(op: str, states: tuple[str, ...], names: tuple[str, ...],
-              vectors: Mapping[str, float | None] | None = None) -> _Maker:
+def _composed(op: str, states: tuple[str, ...], names: tuple[str, ...]) -> _Maker:
     """Return what makes the rule of a class whose hyperparameters, `names`, are numbers of a composition; betas are two."""
 
     def rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:
         held = tuple(name for name in states if group.get(_ONLY_WITH.get(name), True))
         first = optimizer.defaults.get("initial_accumulator_value", 0.0)  # of Adagrad
-        return _composition(op, group, names, held, changed, first=first,
-                            vectors={name: group["lr"] if number is None else number for name, number in (vectors or {}).items()})
+        return _composition(op, group, names, held, changed, first=first)
 
     return rule
 
@@ -224,11 +215,8 @@ _RULES: dict[type, _Maker] = {
     torch.optim.RMSprop: _composed("rmsprop", ("square_avg", "grad_avg", "momentum_buffer"),
                                    ("alpha", "eps", "weight_decay", "momentum", "centered")),
     torch.optim.Adagrad: _composed("adagrad", ("sum",), ("lr_decay", "eps", "weight_decay")),
-    torch.optim.NAdam: _composed("nadam", _MOMENTS, ("betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay"),
-                                 {"mu_product": 1.0}),
     torch.optim.RAdam: _composed("radam", _MOMENTS, ("betas", "eps", "weight_decay", "decoupled_weight_decay")),
     torch.optim.Adamax: _composed("adamax", ("exp_avg", "exp_inf"), ("betas", "eps", "weight_decay")),
     torch.optim.Adadelta: _composed("adadelta", ("square_avg", "acc_delta"), ("rho", "eps", "weight_decay")),
-    torch.optim.ASGD: _composed("asgd", ("ax",), ("lambd", "alpha", "t0", "weight_decay"), {"eta": None, "mu": 1.0}),
     torch.optim.Muon: _muon,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from .ops import Explanation, Op, OpTable, explain
 from .profile import Profile
 from .records import GraphReport, Match, PassReport, StageReport, runs
 from .text import places, report_text
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 4
 NO_GRAPH = "apexfx: there is no graph yet; call the model once, or model.capture(*inputs)"
@@ -57,6 +60,12 @@ class Report:
         """Keep a remark about the model rather than about one pass; the same remark once."""
         if message not in self.notes:
             self.notes.append(message)
+
+    def warn(self, message: str) -> None:
+        """Note a message, and log it as a warning, once."""
+        if message not in self.notes:
+            self.notes.append(message)
+            log.warning("%s", message)
 
     def uncovered(self) -> list[str]:
         """Return a sentence for each key of `precision=` that covers nothing in any graph."""

@@ -49,11 +49,12 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
         loss_fn: `loss_fn(output, *targets)` -> the loss: a scalar, or an `apexfx.Mean`, with a denominator of its own. The step
             is called with the model's input (a tensor, a tuple of positional or a dictionary of keyword arguments), then the
             targets.
-        optimizer: those of torch.optim (but for LBFGS, Rprop, Adafactor and SparseAdam) and apexfx.optimizers update inside of
-            the graph. Any other runs its own `step()` after the graph, on gradients that are averaged, unscaled and clipped; the
-            report says so. It may hold parameters of a loss that is a module, and of `modules`, too; any other leaf that the loss
-            depends on has to be frozen. A list of optimizers over disjoint parameters (Muon for the matrices, AdamW for the
-            rest) shares one norm and one loss scale; its state is a list, too, and a schedule belongs to one of them as usual.
+        optimizer: those of torch.optim (but for LBFGS, Rprop, Adafactor, ASGD, NAdam and SparseAdam) and apexfx.optimizers
+            update inside of the graph. Any other runs its own `step()` after the graph, on gradients that are averaged, unscaled
+            and clipped; the report says so. It may hold parameters of a loss that is a module, and of `modules`, too; any other
+            leaf that the loss depends on has to be frozen. A list of optimizers over disjoint parameters (Muon for the matrices,
+            AdamW for the rest) shares one norm and one loss scale; its state is a list, too, and a schedule belongs to one of
+            them as usual.
         objective: `objective(model, *batch)` -> the loss, or (loss, anything else to return), in place of `loss_fn`. The
             step may be called by keyword then: `step(**batch)` computes `objective(model, **batch)`.
         loss_scale: "dynamic", a number, or None: dynamic where anything trained is computed in float16, or is float16; none

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,6 @@ from .state import StepLists, TrainingState
 if TYPE_CHECKING:
     from ..compiler.traced import Traced
     from .step_graphs import StepGraphs
-
-log = logging.getLogger(__name__)
 
 
 class ArtifactGraphs:
@@ -147,8 +144,8 @@ class ArtifactGraphs:
             if not call.was_compared:
                 raise mismatch(self._path, *difference)
             self._outdated.add(kind)
-            self._warn(f"apexfx: {difference[0]} is not as it was when the step began, so what the artifact {str(self._path)!r} "
-                       "has of such a call is no longer used, and a call compiles as always")
+            self._parts.report.warn(f"apexfx: {difference[0]} is not as it was when the step began, so what the artifact "
+                                    f"{str(self._path)!r} has of such a call is no longer used, and a call compiles as always")
             return None
         call.bind(inputs, scope)
         self._current[kind] = call
@@ -167,8 +164,9 @@ class ArtifactGraphs:
         try:
             finished = self._recorder.finish(returned)
         except NotComparable as error:
-            self._warn(f"apexfx: the artifact {str(self._path)!r} does not get this step, which compiles at each start. Another "
-                       f"program could not be told from it, or the graph not run by itself, because of {error}")
+            self._parts.report.warn(f"apexfx: the artifact {str(self._path)!r} does not get this step, which compiles at each "
+                                    "start. Another program could not be told from it, or the graph not run by itself, because "
+                                    f"of {error}")
             return
         if finished is None or finished[0]["key"] in self._rows:  # the program has changed since: the next begins as this one
             return
@@ -180,10 +178,5 @@ class ArtifactGraphs:
         try:
             self.save(self._path)
         except OSError as error:
-            self._warn(f"apexfx: the artifact {str(self._path)!r} cannot be written ({error.strerror}), and the step compiles at "
-                       "each start")
-
-    def _warn(self, message: str) -> None:
-        if message not in self._parts.report.notes:
-            self._parts.report.note(message)
-            log.warning(message)
+            self._parts.report.warn(f"apexfx: the artifact {str(self._path)!r} cannot be written ({error.strerror}), and the "
+                                    "step compiles at each start")

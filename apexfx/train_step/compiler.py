@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,8 +44,6 @@ from .derivatives import check_functions, compose_norms
 from .errors import calls_backward, sparse_gradient
 from .function import ACCUMULATED
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
-
-log = logging.getLogger(__name__)
 
 
 class NotRun(Exception):
@@ -189,9 +186,8 @@ class StepCompiler:
             return
         message = (f"apexfx: memory_budget={self.memory_budget} was given, and {memory.peak} bytes is the least that recompute "
                    f"reaches in graph {record.index}; report.memory() says what they are")
-        if not any(note.startswith("apexfx: memory_budget=") for note in self.report.notes):
-            log.warning(message)
-        self.report.note(message)
+        warned = any(note.startswith("apexfx: memory_budget=") for note in self.report.notes)
+        self.report.note(message) if warned else self.report.warn(message)
 
     def _guarded(self, compiled: Callable[..., Any], before_communicating: Callable[[], None],
                  waits: Callable[[], contextlib.AbstractContextManager[None]], check_memory: MemoryCheck | None,

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config import is_number
 from ..ops.apply_gradients import EmaRow
-from ..optimizers import ema
+from ..optimizers.ema_update import follow
 
 COUNTS = "num_averaged"
 
@@ -70,7 +70,7 @@ class EmaState:
     @torch.no_grad()
     def follow(self, values: Sequence[Tensor]) -> None:
         """Follow an update that was made outside of the graph; `values` are the parameters, or their masters."""
-        ema.follow(self.averages, values, self.counts, self._options.decay, None)
+        follow(self.averages, values, self.counts, self._options.decay, None)
 
     @torch.no_grad()
     def module(self, model: nn.Module) -> nn.Module:

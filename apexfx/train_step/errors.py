@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from .._torch import close_frames, quiet_fakes
 from ..compiler.capture import local_name
-from ..compiler.forward_errors import LENGTHS, DataDependentError, as_in_eager, frames_of_user, place, with_place
+from ..compiler.forward_errors import DataDependentError, as_in_eager, frames_of_user, place, with_place
+from ..compiler.recompiles import LENGTHS
 
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 _OF_CHECKPOINTS = "does not support RNG ops|disjoint backward regions"

@@ -52,12 +52,13 @@ class StepInPieces(StepGraphs):
         pieces = _CompiledForward(self._parts)
         outputs = self._run_in_pieces(pieces, batch, named, accumulates=accumulates)
         self._pieces = pieces  # not before: where the call fails in pieces as well, it was the call
-        self.warn("apexfx: the training step cannot be captured as one graph and runs in pieces, as fallback='transform' asks "
-                  f"for: {reason}. Forward and backward of the model are graphs; the loss, the average over the ranks and the "
-                  "update run op by op")
+        self._parts.report.warn(
+            "apexfx: the training step cannot be captured as one graph and runs in pieces, as fallback='transform' asks for: "
+            f"{reason}. Forward and backward of the model are graphs; the loss, the average over the ranks and the update run op "
+            "by op")
         if not pieces.was_called:
-            self.warn("apexfx: the objective did not call the model itself, and what it calls of it ran in eager: no pass has "
-                      "rewritten it")
+            self._parts.report.warn("apexfx: the objective did not call the model itself, and what it calls of it ran in eager: "
+                                    "no pass has rewritten it")
         return outputs
 
     def _run_in_pieces(self, pieces: _CompiledForward, batch: tuple[Any, ...], named: dict[str, Any], *,

@@ -52,14 +52,10 @@ class OptimizerState:
         self._counts = {id(update.step): update.step for update in self.updates if update.step is not None}
         self._step_names = {count: f"step_{place}" for place, count in enumerate(self._counts)}
         self.scalars.update((self._step_names[count], step) for count, step in self._counts.items())
-        self.scalars.update((f"{name}_{place}", vector) for place, update in enumerate(self.updates)
-                            for name, vector in update.vectors.items())
         self.scalars.update((f"{name}_{place}", torch.zeros((), dtype=torch.float64, device=update.params[0].device))
                             for place, update in enumerate(self.updates) for name in update.scheduled)
         self._numbers: dict[str, float] = {}  # of the host, that scalars have now
-        # What parameters are updated by alike: a vector, and the elements of it that the optimizers' states hold.
-        self._vectors = [vector for update in self.updates for vector in (update.step, *update.vectors.values())
-                         if vector is not None]
+        # The elements of the counts that the optimizers' states hold.
         self._elements = [tensor for each in optimizers for held in each.state.values() if isinstance(held, dict)
                           for tensor in held.values() if isinstance(tensor, Tensor) and not tensor.dim()]
         self._where = self._where_now()
@@ -81,7 +77,7 @@ class OptimizerState:
         return tuple(
             UpdateRow(update.op, len(update.params), len(update.states), bool(update.masters), names.index(f"lr_{place}"),
                       names.index(self._step_names[id(update.step)]) if update.step is not None else None,
-                      update.numbers, tuple(names.index(f"{name}_{place}") for name in update.vectors),
+                      update.numbers,
                       tuple((number, names.index(f"{name}_{place}")) for name, number in update.scheduled.items()))
             for place, update in enumerate(self.updates))
 
@@ -98,11 +94,11 @@ class OptimizerState:
 
     def note_run(self) -> None:
         """Note that counts of updates, and other numbers of the state, are as the graph left them."""
-        self._versions = list(map(tensor_version, self._vectors))
+        self._versions = [tensor_version(step) for step in self._counts.values()]
 
     def was_counted_by_others(self) -> bool:
         """Whether something else than the graph has written or moved such numbers since, and perhaps not those of all alike."""
-        return self._versions != list(map(tensor_version, self._vectors)) or self._where != self._where_now()
+        return self._versions != [tensor_version(step) for step in self._counts.values()] or self._where != self._where_now()
 
     def _where_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._elements))

@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._torch import registries
 from ..config import is_number
 from ..graph.printing import count_text
 from ..host_copy import HostCopy
 from ..ops.apply_gradients import SafeguardRow
-from ..optimizers.safeguard import LOGGED, NOBODY, NOT_FINITE, new_state
+from ..optimizers.skip_decision import LOGGED, NOBODY, NOT_FINITE, new_state
 from .loss_scale import SKIPS
 
 log = logging.getLogger(__name__)
@@ -198,51 +196,6 @@ class SafeguardState:
         for name, tensor in self.tensors.items():
             tensor.copy_(state[name]) if name in state else tensor.zero_()
         self._forget(int(self.skips[0]))
-
-
-class KeptBuffers:
-    """Registered buffers as they were before the first call of an update; one that is skipped puts them back on the device.
-
-    One graph keeps what it writes in place (the pass skip_writes). Left are buffers that a forward replaces, and what calls that
-    accumulate gradients write before anything is known of these.
-
-    Args:
-        modules: returns those of model and objective, each once.
-        accumulates: whether calls accumulate gradients.
-    """
-
-    def __init__(self, modules: Callable[[], Iterator[nn.Module]], *, accumulates: bool) -> None:
-        self._modules, self._accumulates, self._replaces = modules, accumulates, False
-        self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] | None = None
-
-    def keep(self, *, cached: bool) -> None:
-        """Keep what there is now, unless an earlier call of the same update has.
-
-        Args:
-            cached: for graphs that have run before alone: whether they replace buffers is known.
-        """
-        if self._kept is None and (self._accumulates or self._replaces or not cached):
-            held = [(buffers, name, buffer) for module in self._modules() for buffers in [registries(module).buffers]
-                    for name, buffer in buffers.items() if buffer is not None]
-            self._kept = [(*each, each[2].clone() if self._accumulates else each[2]) for each in held]
-
-    def forget(self) -> None:
-        """Keep nothing: the update is over."""
-        self._kept = None
-
-    @torch.no_grad()
-    def undo(self, skip: Tensor) -> None:
-        """Put back what was kept, where `skip` is not 0, and forget; a buffer whose shape or dtype has changed stays."""
-        for buffers, name, buffer, before in self._kept or ():
-            now = buffers.get(name)
-            if now is before or now is None or (now.shape, now.dtype, now.device) != (before.shape, before.dtype, before.device):
-                continue
-            kept = torch.where(skip.to(now.device) != 0, before, now)
-            if now is buffer:
-                buffer.copy_(kept)
-            else:
-                buffers[name], self._replaces = kept, True
-        self.forget()
 
 
 def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:

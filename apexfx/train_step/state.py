@@ -17,12 +17,12 @@ from ..graph.printing import count_text
 from ..ops.apply_gradients import StepPlan
 from .ema import COUNTS
 from .function import ACCUMULATED
+from .kept_buffers import KeptBuffers
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS
 from .mean import Mean, Weighted, weigh
 from .optimizer_state import OptimizerState, Option, Structure, cycled, schedulable_options
 from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import StepParts
-from .safeguard import KeptBuffers
 
 
 @dataclass

@@ -29,6 +29,7 @@ from .artifact_graphs import ArtifactGraphs
 from .averages import averaged_copies
 from .ema import EmaState
 from .function import StepInputs, apply_gradients
+from .kept_buffers import KeptBuffers
 from .loss_scale import SCALE, SKIPS, LossScale
 from .model import StepModel, check_modules
 from .objective import ObjectiveModules
@@ -37,7 +38,7 @@ from .options import StepOptions
 from .parameters import check_optimizer, set_up_step, trained_parameters
 from .parts import CallGraphs, StepParts
 from .replicas import replica_check
-from .safeguard import Event, KeptBuffers, SafeguardState
+from .safeguard import Event, SafeguardState
 from .skipped_steps import BundleRecorder, SkippedSteps
 from .state import TrainingState
 from .wrong_call import Call
@@ -156,9 +157,7 @@ class TrainStep:
         if none and not any(note.startswith(none) for note in self.report.notes):
             message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to "
                        "train apart, or something else averages")
-            self.report.note(message)
-            if not self._outside and not options.keep_grads:
-                log.warning(message)
+            self.report.note(message) if self._outside or options.keep_grads else self.report.warn(message)
 
     def _check_autocast(self) -> None:
         kind = self._parts.device.type

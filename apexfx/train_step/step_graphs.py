@@ -33,8 +33,6 @@ from .model import StepModel, check_contexts
 from .parts import StepParts
 from .state import TrainingState
 
-log = logging.getLogger(__name__)
-
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
 _DYNAMO = {"trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True, "use_numpy_random_stream": True,
@@ -146,13 +144,7 @@ class StepGraphs:
                    "norms use their running statistics and leave them as they are. Call model.train() before the step, and "
                    "after each evaluation, unless this is meant")
         if not any(module.training for module in self._parts.model.modules()):
-            self.warn(message)
-
-    def warn(self, message: str) -> None:
-        """Log a message, and have the report say it; once."""
-        if message not in self._parts.report.notes:
-            self._parts.report.note(message)
-            log.warning(message)
+            self._parts.report.warn(message)
 
 
 def grad_versions(params: Sequence[Tensor]) -> list[Any]:

@@ -18,7 +18,7 @@ from apexfx.ops.apply_gradients import EmaRow, StepPlan
 from apexfx.optimizers import FusedAdam
 from tests.own_optimizers import RMSprop
 
-SGD, AdamW, NAdam = torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam
+SGD, AdamW, RAdam = torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam
 
 
 class Net(nn.Module):
@@ -114,7 +114,7 @@ STYLES = {
     "several": {"optimizer": muon_and_adam}, "float16": {"opt_level": "O2", "dtype": torch.float16, "bad": (0, 5)},
     "masters": {"opt_level": "O3", "dtype": torch.bfloat16, "optimizer": adam_with_masters},
     "half parameters": {"opt_level": "O3", "dtype": torch.bfloat16, "optimizer": FusedAdam, "keep_grads": True},
-    "composed, safeguard": {"safeguard": True, "bad": (0, 3, 4), "optimizer": NAdam},
+    "composed, safeguard": {"safeguard": True, "bad": (0, 3, 4), "optimizer": RAdam},
     "accumulating": {"accumulate": 2, "safeguard": True, "bad": (4,)},
     "outside": {"optimizer": RMSprop, "safeguard": True, "bad": (4,)},
     "outside, masters": {"opt_level": "O3", "dtype": torch.bfloat16, "optimizer": hooked_adam_with_masters, "decay": 0.0},

@@ -15,7 +15,7 @@ from torch import nn
 
 import apexfx
 from apexfx.optimizers import FusedAdam
-from apexfx.optimizers.safeguard import judge, new_state
+from apexfx.optimizers.skip_decision import judge, new_state
 from apexfx.train_step.safeguard import _event
 from tests.own_optimizers import RMSprop
 from tests.tables import table
@@ -96,7 +96,7 @@ class Automaton:
 STYLES = {
     "one graph": {}, "clipped": {"max_grad_norm": 0.5}, "float16": {"opt_level": "O2", "dtype": torch.float16},
     "bfloat16": {"opt_level": "O1", "dtype": torch.bfloat16}, "half parameters": {"opt_level": "O3", "dtype": torch.bfloat16},
-    "fused": {"optimizer": FusedAdam}, "composed": {"optimizer": torch.optim.NAdam}, "outside": {"optimizer": RMSprop},
+    "fused": {"optimizer": FusedAdam}, "composed": {"optimizer": torch.optim.RAdam}, "outside": {"optimizer": RMSprop},
     "kept gradients": {"keep_grads": True}, "accumulating": {"accumulate": 3},
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import Adam, NAdam
+from torch.optim import Adam, RAdam
 
 import apexfx
 from tests.tables import table
@@ -199,8 +199,8 @@ def write(state, key):
 
 
 @table(1, ("optimizer", "key", "change", "name"), [
-    (Adam, "step", move, "weight"), (Adam, "step", write, "bias"), (NAdam, "mu_product", move_and_write, "weight"),
-    (NAdam, "mu_product", write, "bias")])
+    (Adam, "step", move, "weight"), (Adam, "step", write, "bias"), (RAdam, "step", move_and_write, "weight"),
+    (RAdam, "step", write, "bias")])
 def test_a_number_of_the_state_that_is_moved_or_written_is_read_again(change, optimizer, key, name):
     step, reference = heads(optimizer), Eager(Heads(), optimizer)
     for number, batch in enumerate(samples(6)):

@@ -1,0 +1,39 @@
+"""Recompiles: why a graph was compiled again, and what is raised where that does not end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..report.records import GraphReport
+
+# Of what keeps changing, so that a function is compiled again and again.
+LENGTHS = ("the length of sequences that the model loops over (pad to a few lengths; torch.nn.LSTM, GRU and RNN are one op for "
+           "all)")
+
+
+def limit_hit(name: str) -> Exception:
+    """Return the error of a method of a transformed model, `name`, that was compiled too often."""
+    from .._torch_compilers import FailOnRecompileLimitHit, dynamo_config
+
+    return FailOnRecompileLimitHit(
+        f"apexfx: {name} was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
+        "changing, and would now run in eager, without the passes. The warning above, or TORCH_LOGS=recompiles, says what it is: "
+        f"{LENGTHS}, another size (pass dynamic=True), or a number or a text that it is called with or the model holds (give it "
+        "as a tensor, hold it in a buffer, keep it fixed). Or raise torch._dynamo.config.recompile_limit")
+
+
+def why_compiled_again(record: GraphReport, earlier: Sequence[GraphReport]) -> str:
+    """Return the guard that failed, in a line; "" for the first graph of its code.
+
+    Dynamo tells that of the graph compiled last, which may be one of the other mode: then the inputs say more.
+    """
+    from .._torch_compilers import recompile_reason
+
+    reason = recompile_reason()
+    alike = [graph for graph in earlier if all(
+        getattr(graph, name) == getattr(record, name) for name in ("mode", "training", "local", "parameters", "breaks"))]
+    if not reason or not alike or alike[-1] is earlier[-1]:
+        return reason
+    changed = [f"{new}, was {old.rpartition(' ')[2]} in graph {alike[-1].index}"
+               for old, new in zip(alike[-1].inputs, record.inputs) if old != new]
+    return "; ".join(changed) or reason
