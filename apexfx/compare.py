@@ -82,12 +82,18 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str = "
 
 
 class _Call(Call):
-    """A call of compare(), of a step."""
+    """A call of compare().
 
-    what = "step"
+    Args:
+        what: is compared: "step" or "model".
+    """
+
+    def __init__(self, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any], what: str) -> None:
+        super().__init__(objective, batch, named)
+        self._what, self._has_targets = what, isinstance(objective, SupervisedObjective)
 
     def check(self) -> None:
-        if isinstance(self._objective, SupervisedObjective) and (self.named or not self.batch):
+        if self._has_targets and (self.named or not self.batch):
             raise TypeError(f"apexfx: {self.call} was called, expected {self.expected}")
 
     @contextlib.contextmanager
@@ -114,37 +120,24 @@ class _Call(Call):
     @property
     def call(self) -> str:
         batch = self.named or (self.batch[0] if len(self.batch) == 1 else self.batch)
-        return f"compare({self.what}, {shown(batch)})"
-
-    @property
-    def expected(self) -> str:
-        if isinstance(self._objective, SupervisedObjective):
-            return "compare(step, (inputs, *targets)), where inputs that are a tuple, list or dictionary are unpacked"
-        return "compare(step, batch) with what objective takes behind the model, a tuple by position, a dictionary by keyword"
-
-
-class _CallOfModel(_Call):
-    """The same, of a model."""
-
-    what = "model"
-
-    @property
-    def call(self) -> str:
-        return super().call[:-1] + (", loss_fn=loss_fn)" if isinstance(self._objective, SupervisedObjective) else ")")
+        return f"compare({self._what}, {shown(batch)}{self._loss})"
 
     @property
     def computes(self) -> str:
-        if isinstance(self._objective, SupervisedObjective):
-            return super().computes
-        return f"model({', '.join(self._shown_arguments())})"
+        return super().computes if self._has_targets or self._what == "step" else f"model({', '.join(self._shown_arguments())})"
 
     @property
     def expected(self) -> str:
-        if isinstance(self._objective, SupervisedObjective):
-            return ("compare(model, (inputs, *targets), loss_fn=loss_fn), where inputs that are a tuple, list or dictionary are "
-                    "unpacked")
-        return ("compare(model, batch) with what forward takes: a tensor, a tuple by position or a dictionary by keyword; "
-                "targets go with loss_fn= alone")
+        if self._has_targets:
+            return (f"compare({self._what}, (inputs, *targets){self._loss}), where inputs that are a tuple, list or dictionary "
+                    "are unpacked")
+        takes = "objective takes behind the model, a tuple by position, a dictionary by keyword" if self._what == "step" else \
+            "forward takes: a tensor, a tuple by position or a dictionary by keyword; targets go with loss_fn= alone"
+        return f"compare({self._what}, batch) with what {takes}"
+
+    @property
+    def _loss(self) -> str:
+        return ", loss_fn=loss_fn" if self._has_targets and self._what == "model" else ""
 
 
 class _Step:
@@ -165,7 +158,7 @@ class _Step:
         self.notes = [_ON_FUSION] if step.config.inner != "eager" else []
 
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
-        return _Call(self._step.objective, batch, named)
+        return _Call(self._step.objective, batch, named, "step")
 
     def trace(self, call: _Call) -> Traced:
         """Return the graph of loss and gradients for a batch."""
@@ -203,7 +196,7 @@ class _Model:
         self._objective = SupervisedObjective(loss_fn) if self.has_loss else _WeightedOutputs(None if params else anchor)
 
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
-        return _CallOfModel(self._objective, batch, named)
+        return _Call(self._objective, batch, named, "model")
 
     def trace(self, call: _Call) -> Traced:
         from .train_step.step_graphs import trace_gradients
