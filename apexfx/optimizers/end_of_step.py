@@ -36,6 +36,7 @@ class Update:
         states: name -> one tensor for each of `params`, in the op's order.
         masters: what is updated in place of `params`, which become low-precision copies of it; or [].
         step: how many updates were made, float32: 0-d, or one element a parameter; None where nobody counts.
+        counts: whether that is kept for an optimizer of torch.
         scheduled: name -> place in `numbers`, of those that a schedule changes and that are read from the group before each step.
     """
 
@@ -46,6 +47,7 @@ class Update:
     states: dict[str, list[Tensor]] = field(default_factory=dict)
     masters: list[Tensor] = field(default_factory=list)
     step: Tensor | None = None
+    counts: bool = True
     scheduled: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,30 +19,8 @@ from .fused_sgd import FusedSGD
 _FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
 _DTYPES = (torch.float32, torch.float64)
 Labels = Mapping[int, int]  # of parameters, by id
-
-
-@dataclass(frozen=True)
-class UpdateSpec:
-    """How an optimizer of torch updates a group's parameters.
-
-    Attributes:
-        op: as of `Update`.
-        numbers: as of `Update`; a composition's begin with whether to maximize.
-        states: the names of the tensors of its state, in the op's order.
-        counts: whether updates are counted.
-        first: what a state holds at first.
-        scheduled: as of `Update`.
-    """
-
-    op: str
-    numbers: tuple[Any, ...]
-    states: tuple[str, ...]
-    counts: bool = True
-    first: float = 0.0
-    scheduled: Mapping[str, int] = field(default_factory=dict)
-
-
-_Maker = Callable[[torch.optim.Optimizer, dict[str, Any], torch.dtype, Collection[str]], UpdateSpec]
+# Of a class of torch's: returns the update of a group's parameters of a dtype, which has none as yet.
+_Maker = Callable[[dict[str, Any], torch.dtype, Collection[str]], Update]
 
 
 def schedulable(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
@@ -107,38 +84,32 @@ def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: 
 
 
 def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: Collection[int], labels: Labels,
-             changed: Collection[str]) -> Iterator[Update]:
-    """Yield the updates of a group: one for all parameters that were updated equally often, whose moments are corrected alike.
+             changed: Collection[str]) -> list[Update]:
+    """Return the updates of a group: one for all parameters that were updated equally often, whose moments are corrected alike.
 
     What is missing of the state is made as torch makes it, so that a checkpoint of either resumes in the other. The counts of
     updates, which torch keeps in a tensor a parameter, become elements of one vector, which the graph writes at once.
     """
-    alike: dict[tuple[Any, ...], list[Tensor]] = {}
-    options = {name: tree_map(_as_number, value) for name, value in group.items() if name != "params"}
-    for p in group["params"]:
-        if id(p) in trained:
-            rule = _RULES[type(optimizer)](optimizer, options, p.dtype, changed)
-            counted = (labels.get(id(p), 0), _count(rule, optimizer.state.get(p, {}))) if rule.counts else (0, 0.0)
-            alike.setdefault((p.dtype, *counted), []).append(p)
-    for (dtype, _, count), members in alike.items():
-        rule = _RULES[type(optimizer)](optimizer, options, dtype, changed)
-        states: dict[str, list[Tensor]] = {name: [] for name in rule.states}
-        for p in members:
-            for name, tensors in states.items():
-                if optimizer.state[p].get(name) is None:
-                    optimizer.state[p][name] = torch.full_like(p, rule.first, memory_format=torch.preserve_format)
-                tensors.append(optimizer.state[p][name])
-        step = _one_vector(optimizer, members, count) if rule.counts else None
-        yield Update(rule.op, group, rule.numbers, members, states, step=step, scheduled=rule.scheduled)
+    alike: dict[tuple[Any, ...], Update] = {}
+    first = optimizer.defaults.get("initial_accumulator_value", 0.0)  # of Adagrad
+    for p in (p for p in group["params"] if id(p) in trained):
+        update = _RULES[type(optimizer)](group, p.dtype, changed)
+        counted = (labels.get(id(p), 0), _count(update, optimizer.state.get(p, {}))) if update.counts else (0, 0.0)
+        update = alike.setdefault((p.dtype, *counted), update)
+        update.params.append(p)
+        for name, tensors in update.states.items():
+            if optimizer.state[p].get(name) is None:
+                optimizer.state[p][name] = torch.full_like(p, first, memory_format=torch.preserve_format)
+            tensors.append(optimizer.state[p][name])
+    for (_, _, count), update in alike.items():
+        if update.counts:
+            update.step = _one_vector(optimizer, update.params, count)
+    return list(alike.values())
 
 
-def _as_number(option: Any) -> Any:
-    return float(option) if isinstance(option, Tensor) else option
-
-
-def _count(rule: UpdateSpec, state: dict[str, Any]) -> float:
+def _count(update: Update, state: dict[str, Any]) -> float:
     """Return how many updates a parameter had; of an SGD, which counts none and dampens all but its first gradient, 0 or 1."""
-    return float(state.get("step", rule.op == "sgd" and state.get("momentum_buffer") is not None))
+    return float(state.get("step", update.op == "sgd" and state.get("momentum_buffer") is not None))
 
 
 def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], count: float) -> Tensor:
@@ -158,52 +129,51 @@ def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], count: 
 # ---- one class each -------------------------------------------------------------------------------------------------------
 
 
+def _update(op: str, group: dict[str, Any], numbers: Sequence[Any], states: Sequence[str], **others: Any) -> Update:
+    plain = tree_map(lambda number: float(number) if isinstance(number, Tensor) else number, tuple(numbers))
+    numbers = tuple(tuple(number) if isinstance(number, list) else number for number in plain)
+    return Update(op, group, numbers, states={name: [] for name in states}, **others)
+
+
 def _composition(op: str, group: dict[str, Any], options: tuple[str, ...], states: tuple[str, ...], changed: Collection[str],
-                 **others: Any) -> UpdateSpec:
-    """Return the rule of a composition whose hyperparameters are these options: those that change are inputs, and 0 here."""
+                 **others: Any) -> Update:
+    """Return the update of a composition whose hyperparameters are these options: those that change are inputs, and 0 here."""
     numbers, scheduled = [group.get("maximize", False)], {}
     for option in options:
         for place, number in enumerate(group[option] if option == "betas" else (group[option],), 1):
             if option in changed:
                 scheduled[f"beta{place}" if option == "betas" else option] = len(numbers)
             numbers.append(0.0 if option in changed else number)
-    return UpdateSpec(op, tuple(numbers), states, scheduled=scheduled, **others)
+    return _update(op, group, numbers, states, scheduled=scheduled, **others)
 
 
-def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:
+def _sgd(group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Update:
     momentum, weight_decay, nesterov = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
     states = ("momentum_buffer",) if momentum else ()
     dampens = bool(momentum and (group["dampening"] or "dampening" in changed))
     if dtype == torch.float32 and not group["maximize"] and not dampens and not changed:
         # Not as a first run: without dampening, a first buffer of zeros gives what torch's first step does.
-        return UpdateSpec("sgd_", (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
+        return _update("sgd_", group, (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
     return _composition("sgd", group, ("momentum", "dampening", "weight_decay", "nesterov"), states, changed, counts=dampens)
 
 
-def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:
-    moments, options = ("exp_avg", "exp_avg_sq"), ("betas", "eps", "weight_decay", "decoupled_weight_decay")
+def _adam(group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Update:
+    options = ("betas", "eps", "weight_decay", "decoupled_weight_decay")
     if dtype == torch.float32 and not group["maximize"] and not group["amsgrad"] and not changed:
         decoupled = bool(group["decoupled_weight_decay"])
-        return UpdateSpec("adam_", (*group["betas"], group["eps"], group["weight_decay"], decoupled, True), moments)
-    states = (*moments, *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-    return _composition("adam", group, options, states, changed)
+        return _update("adam_", group, (*group["betas"], group["eps"], group["weight_decay"], decoupled, True), _MOMENTS)
+    return _composition("adam", group, options, (*_MOMENTS, *(("max_exp_avg_sq",) if group["amsgrad"] else ())), changed)
 
 
-def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:
+def _muon(group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Update:
     options = ("momentum", "weight_decay", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-    group = {**group, "ns_coefficients": tuple(group["ns_coefficients"])}
     return _composition("muon", group, options, ("momentum_buffer",), changed, counts=False)
 
 
 def _composed(op: str, states: tuple[str, ...], names: tuple[str, ...]) -> _Maker:
-    """Return what makes the rule of a class whose hyperparameters, `names`, are numbers of a composition; betas are two."""
-
-    def rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:
-        held = tuple(name for name in states if group.get(_ONLY_WITH.get(name), True))
-        first = optimizer.defaults.get("initial_accumulator_value", 0.0)  # of Adagrad
-        return _composition(op, group, names, held, changed, first=first)
-
-    return rule
+    """Return the rule of a class whose hyperparameters, `names`, are numbers of a composition; betas are two."""
+    return lambda group, dtype, changed: _composition(
+        op, group, names, tuple(name for name in states if group.get(_ONLY_WITH.get(name), True)), changed)
 
 
 _ONLY_WITH = {"grad_avg": "centered", "momentum_buffer": "momentum"}  # a state, and the option that asks for it
