@@ -27,11 +27,9 @@ from torch._dynamo.exc import (
     TorchRuntimeError,
     Unsupported,
     UserError,
-    unimplemented,
 )
 from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
-from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
 from torch._inductor import config as inductor_config
@@ -52,7 +50,6 @@ from ._torch import (
     Compilation,
     current_translator,
     ends_in_graph_break,
-    functorch_is_active,
     in_graphs,
     innermost_backend,
     traced_expression,
@@ -141,21 +138,6 @@ def compiling_backend() -> object | None:
     """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None."""
     translator = current_translator()
     return innermost_backend(translator.output.compiler_fn) if translator is not None else None
-
-
-def _traced_apply(
-    self: AutogradFunctionVariable, *args: Any, apply: Callable[..., Any] = AutogradFunctionVariable.call_apply, **kwargs: Any
-) -> Any:
-    """Break the graph at a Function in a torch.func transform, where Dynamo (2.11 to 2.13) drops its backward without a word."""
-    if functorch_is_active() and torch.is_grad_enabled():
-        unimplemented(
-            gb_type="torch.autograd.Function in a torch.func transform", context=self.fn_cls.__name__,
-            explanation=f"Under vmap and torch.func a graph would lose the backward of {self.fn_cls.__name__}",
-            hints=["Write it without one, or apply it outside of vmap and torch.func"])
-    return apply(self, *args, **kwargs)
-
-
-AutogradFunctionVariable.call_apply = _traced_apply  # under every backend, as it is wrong under every one
 
 
 def computes_channels_last(gm: torch.fx.GraphModule) -> bool:

@@ -29,6 +29,7 @@ from ..graph.inputs import Placeholder
 from ..graph.mutation import bodies, storages, written
 from ..graph.nodes import source_line, value
 from ..graph.op_names import canonical_name
+from .capture import records_gradients
 
 _WHOLE = ("apexfx works on whole parameters: give it the model before fully_shard(), FullyShardedDataParallel(), "
           "parallelize_module() or distribute_tensor() and leave those out (ddp=True averages gradients), or train without it")
@@ -84,7 +85,8 @@ def check_plain(placeholders: Sequence[Placeholder], example_inputs: Sequence[An
 
 
 def check_lowered_rightly(gm: fx.GraphModule) -> None:
-    """Refuse what AOTAutograd is known to lower wrongly, without a word, for any backend, and what passes cannot look into."""
+    """Refuse what Dynamo and AOTAutograd are known to get wrong, without a word, and what passes cannot look into."""
+    _check_functions(gm)
     windows: set[fx.Node] = set()  # what lies in memory that is seen through windows with gaps
     for node in (node for body in bodies(gm) for node in body.graph.nodes):
         if node.op == "call_method" and node.target == "unfold" and len(node.args) == 4 and node.args[3] > node.args[2] \
@@ -100,6 +102,22 @@ def check_lowered_rightly(gm: fx.GraphModule) -> None:
                 and value(node).is_complex():
             raise ValueError(f"apexfx: {source_line(node)} calls torch.linalg.pinv of a complex matrix, which compilers of torch "
                              "compute wrongly; use torch.linalg.lstsq, or call it outside of the model")
+
+
+def _check_functions(gm: fx.GraphModule) -> None:
+    """Refuse a torch.autograd.Function in a torch.func transform, of which Dynamo (2.11 to 2.13) captures the forward alone."""
+    from .._torch_compilers import traced_code
+
+    names = {getattr(node.target, "__name__", "") for body in bodies(gm) for node in body.graph.nodes}
+    if not records_gradients(gm) or not any(name.endswith("_increment_nesting") for name in names):
+        return
+    traced, functions = set(traced_code()), [torch.autograd.Function]
+    for cls in functions:
+        functions += cls.__subclasses__()
+        if getattr(cls.forward, "__code__", None) in traced and cls is not torch.autograd.Function:
+            raise ValueError(f"apexfx: under vmap and torch.func a graph would lose the backward of {cls.__name__}, a "
+                             "torch.autograd.Function; write it without one, apply it outside of them, or call what does in a "
+                             "function under @torch.compiler.disable")
 
 
 def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) -> None:
