@@ -49,7 +49,7 @@ def step_of(model, *, optimizer=torch.optim.AdamW, calls=1, on_model=False, capt
 
 def failing_step(model):
     held = step_of(model)
-    with pytest.raises(ValueError, match="no scalar"):
+    with pytest.raises(ValueError, match="not a scalar"):
         step_of(model, objective=lambda m, x, y: m(x))
     return held
 

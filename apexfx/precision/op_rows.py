@@ -160,7 +160,8 @@ def _row(node: fx.Node, body: str) -> OpRow:
 
 
 def _dtype(node: fx.Node, sources: list[fx.Node]) -> torch.dtype | None:
-    results = [leaf.dtype for leaf in tree_leaves(value(node)) if isinstance(leaf, Tensor)]
+    made = value(node) if value(node) is not None else value(node.all_input_nodes[0])  # x[i] = y gives nothing
+    results = [leaf.dtype for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
     floating = [dtype for dtype in results if dtype.is_floating_point or dtype.is_complex]
     if floating:
         return floating[0]
