@@ -350,19 +350,18 @@ def a_leaf_in_a_local(rank, world_size):
 
 
 def found_by_one_rank(rank, world_size):
-    """What only one rank finds raises on both, at once, where the other waits for it."""
+    """What only one rank finds raises on both: at once where they compare it, else within the timeout of the group."""
     for loss_of in (with_a_layer_of_its_own, lambda model, x: (x @ model.a.weight).mean()):
-        group = dist.new_group(timeout=timedelta(seconds=60))
+        group = dist.new_group(timeout=timedelta(seconds=8))
         model = apexfx.transform(Listed(), opt_level="O0", inner="eager", ddp=True, process_group=group)
         x = torch.full((5, 4), rank + 1.0)
         square(model, x).backward()
         begin = time.monotonic()
-        expected = r"'a.weight'.* on rank 0 and not on every rank|rank 0 raised Unsync.* the gradient of 'a.weight' was computed"
         if rank == 0:
-            with pytest.raises((RankFailureError, apexfx.UnsynchronizedGradientError), match="the gradient of 'a.weight'"):
+            with pytest.raises((apexfx.RankMismatchError, apexfx.UnsynchronizedGradientError), match="a.weight"):
                 loss_of(model, x).backward()
         else:
-            with pytest.raises(RankFailureError, match=expected):
+            with pytest.raises((apexfx.RankMismatchError, RankFailureError), match="a.weight|gave up the comparison"):
                 for _ in range(2):
                     square(model, x).backward()
         assert time.monotonic() - begin < 20
