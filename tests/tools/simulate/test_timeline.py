@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apexfx.tools.simulate.timeline import LEGEND, Start, Wait, Work, run
 
+any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # beside other work
 F = Fraction
 
 
@@ -61,6 +62,7 @@ def scaled(program, factor):
     return [Start(t.name, t.seconds * factor, t.channel) if isinstance(t, Start) else t for t in program]
 
 
+@any_speed
 @given(programs(), RATES, RATES)
 def test_every_timeline_is_one(program, compute_rate, network_rate):
     timeline = run(program, compute_rate=compute_rate, network_rate=network_rate)
@@ -80,6 +82,7 @@ def test_every_timeline_is_one(program, compute_rate, network_rate):
         assert [ends[name] for name in issued] == sorted(ends.values()), "in the order of starting"
 
 
+@any_speed
 @given(programs())
 def test_a_free_network_leaves_compute_alone(program):
     timeline = run(scaled(program, 0))
@@ -87,6 +90,7 @@ def test_a_free_network_leaves_compute_alone(program):
     assert all(event.kind != "wait" for event in timeline.events)
 
 
+@any_speed
 @given(programs(), st.fractions(0, 1, max_denominator=8))
 def test_a_faster_network_is_never_slower(program, factor):
     one_channel = [Start(t.name, t.seconds) if isinstance(t, Start) else t for t in program]
