@@ -202,12 +202,13 @@ def _check_states(group: UpdateRow, params: Sequence[Any], states: Sequence[Sequ
     Args:
         params: what is updated, masters where there are some.
     """
-    for tensors in states:
+    for place, tensors in enumerate(states):
         for p, held in zip(map(_value, params), map(_value, tensors)):
             dtype = p.dtype if group.op in compositions.COMPOSITIONS else torch.float32
-            if (held.shape, held.dtype, held.device) != (p.shape, dtype, p.device):
+            shape = torch.Size() if (group.op, place) == ("novograd_", 1) else p.shape  # a norm of each gradient
+            if (held.shape, held.dtype, held.device) != (shape, dtype, p.device):
                 kinds = [f"{kind} of shape {list(shape)} on {device}" for kind, shape, device in (
-                    (held.dtype, held.shape, held.device), (dtype, p.shape, p.device))]
+                    (held.dtype, held.shape, held.device), (dtype, shape, p.device))]
                 raise ValueError(f"apexfx: the optimizer holds state of a parameter as {kinds[0]}, expected {kinds[1]}: one was "
                                  "converted after a step (model.double(), .to(), .data = ...). optimizer.load_state_dict("
                                  "optimizer.state_dict()) converts dtype and device; a new optimizer begins anew")

@@ -31,7 +31,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisT
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
             types.GetSetDescriptorType, types.ClassMethodDescriptorType)
 _NOT_OF_CLASS = ("__module__", "__doc__", "__dict__", "__weakref__", "__qualname__", "__annotations__", "__firstlineno__",
-                 "__static_attributes__", "__abstractmethods__", "_abc_impl", "__parameters__", "__slots__")
+                 "__static_attributes__", "__abstractmethods__", "_abc_impl", "__parameters__", "__slots__",
+                 "__slotnames__")  # the last is put there by the first copy of an object
 # Guards by what they ask. Those of the process are compared by `_torch.process_state()`.
 _OF_PROCESS = {"GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE", "DEFAULT_DEVICE", "GLOBAL_STATE", "SHAPE_ENV",
                "AUTOGRAD_SAVED_TENSORS_HOOKS", "FUNCTORCH_STACK_MATCH", "DUAL_LEVEL"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import os
@@ -242,6 +243,17 @@ def test_a_loaded_call_notices_what_else_was_read(monkeypatch):
         assert not before.have_changed()
         change()
         assert before.have_changed() and not values().have_changed()
+
+
+def test_a_class_is_the_same_after_an_object_of_it_was_copied():
+    class Objective:
+        weight = 2.0
+
+    before = Facts().of(Objective)
+    copy.deepcopy(Objective())
+    assert "__slotnames__" in vars(Objective) and Facts().of(Objective) == before
+    Objective.weight = 3.0
+    assert Facts().of(Objective) != before
 
 
 def test_batches_are_told_apart():

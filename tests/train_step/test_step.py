@@ -120,7 +120,7 @@ def test_sgd_gives_the_bits_of_eager_torch(numbers):
     assert_same(step.optimizer.state_dict()["state"], theirs.state_dict()["state"])
 
 
-@table(3, "optimizer, numbers", [
+@pytest.mark.parametrize("optimizer, numbers", [
     (FusedAdam, {}), (FusedAdam, {"adam_w_mode": False, "max_grad_norm": 0.1}), (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
     (FusedSGD, {"lr": 0.1}), (FusedLAMB, {}), (FusedAdagrad, {}), (FusedNovoGrad, {}),
 ], ids=str)  # fmt: skip
