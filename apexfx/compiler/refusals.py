@@ -5,6 +5,7 @@ Refused where it can be noticed first: when the model is given, when a graph is 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -114,7 +115,7 @@ def _check_functions(gm: fx.GraphModule) -> None:
     traced, functions = set(traced_code()), [torch.autograd.Function]
     for cls in functions:
         functions += cls.__subclasses__()
-        if getattr(cls.forward, "__code__", None) in traced and cls is not torch.autograd.Function:
+        if getattr(inspect.unwrap(cls.forward), "__code__", None) in traced and cls is not torch.autograd.Function:
             raise ValueError(f"apexfx: under vmap and torch.func a graph would lose the backward of {cls.__name__}, a "
                              "torch.autograd.Function; write it without one, apply it outside of them, or call what does in a "
                              "function under @torch.compiler.disable")

@@ -351,19 +351,18 @@ def a_leaf_in_a_local(rank, world_size):
 
 def found_by_one_rank(rank, world_size):
     """What only one rank finds raises on both: at once where they compare it, else within the timeout of the group."""
-    for loss_of in (with_a_layer_of_its_own, lambda model, x: (x @ model.a.weight).mean()):
+    alone = (apexfx.UnsynchronizedGradientError, "the gradient of 'a.weight'"), (RankFailureError, "gave up the comparison")
+    compared = ((apexfx.RankMismatchError, 'rank 0 has "a.weight"'),) * 2
+    for loss_of, raised in ((with_a_layer_of_its_own, compared), (lambda model, x: (x @ model.a.weight).mean(), alone)):
         group = dist.new_group(timeout=timedelta(seconds=8))
         model = apexfx.transform(Listed(), opt_level="O0", inner="eager", ddp=True, process_group=group)
         x = torch.full((5, 4), rank + 1.0)
         square(model, x).backward()
         begin = time.monotonic()
-        if rank == 0:
-            with pytest.raises((apexfx.RankMismatchError, apexfx.UnsynchronizedGradientError), match="a.weight"):
-                loss_of(model, x).backward()
-        else:
-            with pytest.raises((apexfx.RankMismatchError, RankFailureError), match="a.weight|gave up the comparison"):
-                for _ in range(2):
-                    square(model, x).backward()
+        error, text = raised[rank]
+        with pytest.raises(error, match=text):
+            for _ in range(1 if rank == 0 else 2):
+                (loss_of if rank == 0 else square)(model, x).backward()
         assert time.monotonic() - begin < 20
 
 
