@@ -23,7 +23,6 @@ WORSE = {  # record -> what makes a row of it worse by a share, where that is no
     "ddp.json": lambda row, by: {"ratio": row["ratio"] / (1 - by)},
     "safeguard.json": lambda row, by: {"ratio": row["ratio"] / (1 - by)},
     "memory_cpu.json": lambda row, by: {"ratio": min(row["ratio"], run_all.MOST_MEMORY) * (1 - by)},
-    "passes.json": lambda row, by: {"with / without": [ratio / (1 - by) for ratio in row["with / without"]]},
     "pass_time.json": lambda row, by: {"pipeline_s": row["pipeline_s"] / (1 - by)},
     "overlap.json": lambda row, by: {"backward_ms": row["backward_ms"] / (1 - by)},
 }
@@ -47,6 +46,13 @@ def test_a_planted_fall_is_named_and_noise_is_not(name, tmp_path, capsys):
         fallen = run_all.compare(tmp_path)
         assert [entry[:2] for entry in fallen] == ([(name, row)] if fell else []), by
     assert f"{name}: {len(run_all.ratios(name, committed(name)))} rows compared, 0 are new" in capsys.readouterr().out
+
+
+def test_a_fall_against_the_record_of_another_processor_says_so(tmp_path):
+    record, _ = of_one_row("train_step.json", 0.12)
+    for processor, same in ((record["processor"], True), ("another", False)):
+        (tmp_path / "train_step.json").write_text(json.dumps({**record, "processor": processor}))
+        assert [entry[-1] for entry in run_all.compare(tmp_path)] == [same]
 
 
 def test_what_rose_and_what_one_side_lacks_are_not_named():
