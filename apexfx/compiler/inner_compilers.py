@@ -12,9 +12,11 @@ from torch import fx
 
 from .._torch import boxed, cache_entry, changed_inductor_settings, keep_saved_tensors
 from .._torch_compilers import aot_autograd, compile_fx, compile_fx_inner, count_calls, inductor_config, keep_kernels
-from ..graph.nodes import graphs
+from ..graph.nodes import call, graphs
 from . import lowerings
 from .cache import compiled_by_one_rank
+
+aten = torch.ops.aten
 
 lowerings.register()
 
@@ -51,6 +53,9 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
         return _boxed(gm)
     if not options.get("is_backward"):
         keep_saved_tensors()
+    if not (options.get("is_backward") or options.get("is_inference")):
+        _save_before_writes(gm)
+    _scale_terms(gm)
     key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared and backward.key else None
     with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
@@ -58,6 +63,30 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
         backward.keep(cache_entry(compiled))
         backward.note_compiled(gm, compiled)
     return compiled
+
+
+def _scale_terms(gm: fx.GraphModule) -> None:
+    """Multiply what an add scales in front of it: of a product of matrices, Inductor (2.13) drops `alpha`."""
+    for body in graphs(gm):
+        for node in body.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+            if "alpha" in node.kwargs and isinstance(node.args[1], fx.Node):
+                with body.graph.inserting_before(node):
+                    scaled = call(body.graph, aten.mul.Tensor, (node.args[1], node.kwargs["alpha"]), like=node)
+                node.args, node.kwargs = (node.args[0], scaled), {}
+        body.recompile()
+
+
+def _save_before_writes(gm: fx.GraphModule) -> None:
+    """Have a forward hand the backward a copy of an input that it writes.
+
+    Torch (2.13) hands on the input itself, for what is computed again from it, which would then be computed of what was written.
+    """
+    output = gm.graph.output_node()
+    for write in gm.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        if output in write.args[0].users:
+            with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
+                output.replace_input_with(write.args[0], call(gm.graph, aten.clone.default, write.args[:1], like=write))
+    gm.recompile()
 
 
 def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
