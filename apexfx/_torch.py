@@ -135,7 +135,7 @@ def is_alone_in_memory(tensor: torch.Tensor) -> bool:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether functions are registered to run around the steps of this optimizer, or of all, and do not only observe."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    own = (vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))  # a wrapper may have none
     hooks = (hook for each in (*own, global_step_pre_hooks, global_step_post_hooks) for hook in each.values())
     return not all(getattr(hook, "only_observes", False) for hook in hooks)
 

@@ -210,7 +210,16 @@ def test_an_optimizer_with_a_step_of_its_own_kind():
                         p.grad.mul_(0.5)
             return super().step(closure)
 
-    for optimizer in (Own, Scaled):
+    class Around(torch.optim.Optimizer):
+        def __init__(self, *args, **options):  # and has none of what Optimizer.__init__ makes, as Lookahead
+            self.inner = Own(*args, **options)
+            self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+            self.zero_grad, self.state_dict = self.inner.zero_grad, self.inner.state_dict
+
+        def step(self):
+            self.inner.step()
+
+    for optimizer in (Own, Scaled, Around):
         step, reference = heads(optimizer), Eager(Heads(), optimizer)
         for batch in samples(3):
             step(*batch)
