@@ -206,7 +206,10 @@ def traced_module(*, guard: bool = False) -> torch.nn.Module | None:
 
 def traced_value(source: object) -> object | None:
     """Return what Dynamo, which is compiling a graph, found at `source`; None where that cannot be read."""
-    return traced_expression(source.name)
+    try:
+        return traced_expression(source.name)
+    except NotImplementedError:  # a source without a text
+        return None
 
 
 def traced_expression(expression: str) -> object | None:
@@ -219,6 +222,22 @@ def traced_expression(expression: str) -> object | None:
         return eval(expression, scope, translator.output.local_scope)  # of which a guard's text has the names alone
     except Exception:  # of the user's objects, or a source that only guards can read
         return None
+
+
+def guard_shared_objects() -> None:
+    """Have Dynamo guard that an object which it found by a local and by a global is one, which it leaves out (2.13).
+
+    `TABLE[self.kind]` would go on with the kind that was there first. 2.11 does not say what it found, and goes on so.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import is_from_local_source
+
+    output = current_translator().output
+    for source in getattr(output.current_tracer, "traced_sources", ()):
+        value = traced_value(source)
+        first = output.side_effects[value].source if value in output.side_effects else None
+        if first is not None and is_from_local_source(source) != is_from_local_source(first) and traced_value(first) is value:
+            install_guard(source.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=first)))
 
 
 def traced_constants() -> list[object]:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from .. import ops, passes
-from .._torch import free_unbacked_symbols, is_remapped_collective, tree_leaves, without_tensorify
+from .._torch import free_unbacked_symbols, guard_shared_objects, is_remapped_collective, tree_leaves, without_tensorify
 from .._torch_compilers import graph_breaks_around
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
@@ -51,6 +51,7 @@ def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Trans
     Raises:
         ValueError, RuntimeError: it has an input, or an op, that no graph is made for.
     """
+    guard_shared_objects()
     check_inputs(gm, example_inputs)
     check_random_objects()
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), is_train_step=is_train_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 
 import pytest
 import torch
@@ -102,6 +103,35 @@ def test_a_change_of_the_model_is_seen(change, momentum):
                 change(each.model)
             each(*batch)
     assert_same_training(step, reference)
+
+
+class Kind(enum.Enum):
+    TANH = enum.auto()
+    RELU = enum.auto()
+
+
+FUNCTIONS = {Kind.TANH: torch.tanh, Kind.RELU: torch.relu}
+
+
+class OfKind(nn.Linear):
+    """Holds an object that is a global's, too; a layer before it has had Dynamo read the global."""
+
+    kind = Kind.TANH
+
+    def forward(self, x):
+        x = FUNCTIONS[self.kind](super().forward(x))
+        return x * 2 if self.kind == Kind.RELU else x
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="2.11 does not say what Dynamo found")
+def test_another_object_in_the_place_of_a_global_one_is_seen():
+    model, (x, y) = nn.Sequential(OfKind(WIDTH, WIDTH), OfKind(WIDTH, WIDTH)), samples(1)[0]
+    step, transformed = heads(SGD, model), apexfx.transform(model, opt_level="O0", inner="eager")
+    for kind in Kind:
+        model[1].kind = kind
+        expected = model(x)
+        assert_same(transformed(x), expected)
+        assert_same(step(x, y), F.mse_loss(expected, y).detach())
 
 
 @table(1, "options", [{}, {"objective": branching(F.mse_loss), "fallback": "transform"}], ids=["one graph", "in pieces"])
