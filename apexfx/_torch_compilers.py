@@ -5,6 +5,7 @@ Importing them takes longer than importing torch, so that what `import apexfx` i
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
@@ -41,6 +42,7 @@ from torch._inductor.debug import reset_provenance_globals as keep_kernels  # wi
 from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
+from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.virtualized import V as inductor_state
 from torch._inductor.virtualized import ops as inductor_ops
@@ -143,6 +145,22 @@ def compiling_backend() -> object | None:
 def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
     """Return whether Inductor computes the convolutions of a graph without a backward channels_last, whatever its strides."""
     return GraphLowering.decide_layout_opt(gm, is_inference=True)
+
+
+@functools.cache
+def keep_order_of_writes() -> None:
+    """Have a loop of Inductor's that takes the ranges of another, to be fused with it, come after the writes that it reads still.
+
+    Torch (2.13, CPU) forgets which they are: of a buffer that a scatter writes the loop may read the zeros that it begins with.
+    """
+    recompute = SchedulerNode.recompute_size_and_body
+
+    @functools.wraps(recompute)
+    def recompute_and_rename(self: SchedulerNode, *args: Any, **options: Any) -> None:
+        recompute(self, *args, **options)
+        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute_and_rename
 
 
 def compilations() -> list[Compilation]:

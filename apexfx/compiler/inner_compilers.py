@@ -11,7 +11,15 @@ import torch
 from torch import fx
 
 from .._torch import boxed, cache_entry, changed_inductor_settings, keep_saved_tensors
-from .._torch_compilers import aot_autograd, compile_fx, compile_fx_inner, count_calls, inductor_config, keep_kernels
+from .._torch_compilers import (
+    aot_autograd,
+    compile_fx,
+    compile_fx_inner,
+    count_calls,
+    inductor_config,
+    keep_kernels,
+    keep_order_of_writes,
+)
 from ..graph.nodes import call, graphs
 from . import lowerings
 from .cache import compiled_by_one_rank
@@ -19,6 +27,7 @@ from .cache import compiled_by_one_rank
 aten = torch.ops.aten
 
 lowerings.register()
+keep_order_of_writes()
 
 
 def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
