@@ -121,7 +121,7 @@ def scope_of(model: nn.Module, parts: StepParts, inputs: Mapping[str, Any], batc
 class Watch:
     """Notices at each call, in a few comparisons, that modules are not as they were: attributes, lists and dictionaries in them.
 
-    What else was read, `Values` compares. What is not noticed: another method in a class, what is new in an object.
+    What else was read, `Values` compares. What is not noticed: another method in a class, an attribute that is new in an object.
     """
 
     def __init__(self, parts: StepParts) -> None:

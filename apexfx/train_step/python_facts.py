@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
 import enum
 import functools
 import hashlib
@@ -264,7 +265,7 @@ class Values:
                     self._scope.value(source)
                     sources.append(source)
         self._code = compile(f"[{', '.join(sources)}]", "<sources>", "eval")
-        self._before = self._now()
+        self._before = [copy.copy(each) if isinstance(each, (list, dict, set)) else each for each in self._now()]
 
     def have_changed(self) -> bool:
         """Return whether one of them is not what it was, by a comparison of objects, and of what compares itself."""

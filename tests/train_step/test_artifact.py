@@ -225,10 +225,11 @@ def test_a_loaded_call_notices_what_modules_hold(change):
 
 def test_a_loaded_call_notices_what_else_was_read(monkeypatch):
     class Options:
-        scale = 1.0
+        scale, weights = 1.0, [[1.0]]
 
     options, loss = Options(), loss_of(2.0)
-    sources = ["G['SCALE']", "L['inputs'].objective.options.scale", "L['inputs'].objective.loss.__closure__[0].cell_contents",
+    sources = ["G['SCALE']", "L['inputs'].objective.options.scale", "L['inputs'].objective.options.weights[0]",
+               "L['inputs'].objective.loss.__closure__[0].cell_contents",
                "L['inputs'].model._modules['drop'].p", "L['batch'][0]", "L['inputs'].params[0]", "G['not_there']"]
     objective = SimpleNamespace(options=options, loss=loss)
     scope = Scope(Net.forward, {"inputs": SimpleNamespace(model=Net(), objective=objective, params=[X]), "batch": (X,)})
@@ -237,7 +238,8 @@ def test_a_loaded_call_notices_what_else_was_read(monkeypatch):
         return Values([[source, "EQUALS_MATCH", None, ""] for source in sources], scope)
 
     for change in (lambda: monkeypatch.setattr("tests.train_step.test_artifact.SCALE", 2.0),
-                   lambda: setattr(options, "scale", 2.0), lambda: setattr(loss.__closure__[0], "cell_contents", 3.0),
+                   lambda: setattr(options, "scale", 2.0), lambda: options.weights[0].append(2.0),
+                   lambda: setattr(loss.__closure__[0], "cell_contents", 3.0),
                    lambda: delattr(objective, "options")):
         before = values()
         assert not before.have_changed()
