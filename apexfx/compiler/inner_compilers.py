@@ -64,7 +64,7 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
         keep_saved_tensors()
     if not (options.get("is_backward") or options.get("is_inference")):
         _save_before_writes(gm)
-    _scale_terms(gm)
+    _keep_keywords(gm)
     key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared and backward.key else None
     with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
@@ -74,14 +74,20 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
     return compiled
 
 
-def _scale_terms(gm: fx.GraphModule) -> None:
-    """Multiply what an add scales in front of it: of a product of matrices, Inductor (2.13) drops `alpha`."""
+def _keep_keywords(gm: fx.GraphModule) -> None:
+    """Write otherwise what Inductor (2.13) rewrites as if it had no keyword.
+
+    That is `alpha` where a product of matrices is added, and `dtype` where a constant is summed up.
+    """
     for body in graphs(gm):
         for node in body.graph.find_nodes(op="call_function", target=aten.add.Tensor):
             if "alpha" in node.kwargs and isinstance(node.args[1], fx.Node):
                 with body.graph.inserting_before(node):
                     scaled = call(body.graph, aten.mul.Tensor, (node.args[1], node.kwargs["alpha"]), like=node)
                 node.args, node.kwargs = (node.args[0], scaled), {}
+        for node in body.graph.find_nodes(op="call_function", target=aten.cumsum.default):
+            if "dtype" in node.kwargs and node.args[0].target is aten.full.default:  # of which only one with pin_memory is taken
+                node.args[0].kwargs = {name: value for name, value in node.args[0].kwargs.items() if name != "pin_memory"}
         body.recompile()
 
 
