@@ -55,7 +55,7 @@ class MemoryCheck:
     """
 
     def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int], written: Sequence[int],
-                 shared: dict[tuple[int, int], int] | None = None) -> None:
+                 shared: dict[tuple[int, int], tuple[int, int]] | None = None) -> None:
         self._placeholders, self._updated, self._written = placeholders, set(updated), {*updated, *written}
         self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in self._written]
         self._is_written = [place in self._written for place in range(len(placeholders))]
@@ -87,7 +87,7 @@ class MemoryCheck:
         places = [place for place, p in enumerate(self._placeholders) if p.shape is not None]
         pairs = [(places[one], places[other]) for one, other in overlapping([args[place] for place in places])]
         refused = [pair for pair in pairs if not self._updated.isdisjoint(pair)]
-        shared = {pair: self._distance(args, *pair) for pair in pairs
+        shared = {pair: self._how(args, *pair) for pair in pairs
                   if pair not in refused and not self._written.isdisjoint(pair)}
         if self.shared is None:
             self.shared = shared
@@ -99,9 +99,12 @@ class MemoryCheck:
             first, second = (self._placeholders[place].name for place in pair)
             change = "no longer share" if pair not in shared else "share other" if pair in self.shared else "share"
             raise ValueError(f"apexfx: since the graph was compiled, {first!r} and {second!r} {change} memory that the forward "
-                             "writes, and it would compute as before; undo that, or make a new step or model")
+                             "writes, and it would compute as before; undo that, clone one of them, or make a new step or model")
 
-    def _distance(self, args: Sequence[Any], one: int, other: int) -> int:
-        """Return how far two inputs lie apart in their memory; 0 where their sizes change, and the graph knows the distance."""
+    def _how(self, args: Sequence[Any], one: int, other: int) -> tuple[int, int]:
+        """Return where two inputs lie: the offset of the first, a constant of the graph, and how far the other is from it.
+
+        The distance is 0 where their sizes change, and the graph knows the distance.
+        """
         fixed = all(isinstance(size, int) for place in (one, other) for size in self._placeholders[place].shape)
-        return args[other].data_ptr() - args[one].data_ptr() if fixed else 0
+        return args[one].storage_offset(), args[other].data_ptr() - args[one].data_ptr() if fixed else 0

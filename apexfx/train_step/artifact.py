@@ -160,7 +160,7 @@ class StoredCall:
         self._call = StoredCode(row["source"], kernels, tuple(row["functions"])).load()
         self._outputs = _folded(row["outputs"])
         placeholders = [Placeholder(i, name, kind, tuple(shape)) for i, (name, kind, shape) in enumerate(row["placeholders"])]
-        shared = {(one, other): distance for one, other, distance in row["shared"]}
+        shared = {(one, other): tuple(how) for one, other, *how in row["shared"]}
         self._check_memory = MemoryCheck(placeholders, row["updated"], row["written"], shared)
         self._communication = Communication(row["what"], row["collectives"], parts.index.mode)
         self._agreement = parts.agreement if row["collectives"] else None

@@ -118,7 +118,7 @@ class ArtifactRecorder:
         row = {"key": key, "plan": inputs["plan"], "process": self._process,
                "facts": rows, "inputs": [places[id(arg)] for arg in args], "outputs": _template(returned, of_graph),
                "placeholders": [[p.name, p.kind, list(p.shape)] for p in graph["placeholders"]],
-               "shared": [[*pair, distance] for pair, distance in check.shared.items()],
+               "shared": [[*pair, *how] for pair, how in check.shared.items()],
                **{name: graph[name] for name in ("updated", "written", "leaves", "what", "collectives")},
                "noted_writes": lowered.noted_writes, "source": stored_code.source, "functions": list(stored_code.functions),
                "kernels": names, "report": graph["record"].to_json()}

@@ -213,3 +213,18 @@ def test_a_number_of_the_state_that_is_moved_or_written_is_read_again(change, op
     numbers, expected = ({n: float(each.optimizer.state[p][key]) for n, p in each.model.named_parameters() if "body" in n}
                          for each in (step, reference))
     assert numbers == pytest.approx(expected)
+
+
+def test_overlapping_slices_of_a_batch_that_move_in_their_memory_are_refused():
+    def objective(model, written, read):
+        written.mul_(0.5)
+        return model(read).square().mean()
+
+    model, samples = nn.Linear(4, 4), torch.randn(12, 4)
+    reference, expected = copy.deepcopy(model), samples.clone()
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.0), opt_level="O0", inner="eager", objective=objective)
+    loss = step(samples[:4], samples[2:6])
+    torch.testing.assert_close(loss, objective(reference, expected[:4], expected[2:6]).detach(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"'batch\[0\]' and 'batch\[1\]' share other memory that the forward writes"):
+        step(samples[4:8], samples[6:10])
+    torch.testing.assert_close(samples, expected, rtol=0, atol=0)
