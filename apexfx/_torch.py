@@ -254,6 +254,15 @@ def traced_random_objects() -> list[str]:
     return [each.source.name for each in held if type(each).__name__ == "RandomVariable" and each.source is not None]
 
 
+def bounded_deques_changed() -> list[str]:
+    """Return where the deques with a `maxlen`, which Dynamo does not know, are that the frame which it is compiling changes."""
+    translator = current_translator()
+    effects = translator.output.side_effects if translator is not None else None
+    return [each.source.name for each in (effects.id_to_variable.values() if effects is not None else ())
+            if type(each).__name__ == "DequeVariable" and each.source is not None and effects.is_modified(each)
+            and getattr(traced_value(each.source), "maxlen", None) is not None]
+
+
 in_graphs: list[Callable[..., Any]] = []  # what `allow_in_graph` was given
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import threading
 
@@ -259,6 +260,21 @@ def squares(out, x):
 def test_a_generator_of_the_program_s_is_refused(draw, way):
     with pytest.raises(Exception, match=r"is a random.Random, and a number"):
         trained(way, drawing(draw), squares, X)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_deque_of_bounded_length_that_the_forward_changes_is_refused(way):
+    class Model(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.seen = collections.deque(maxlen=2)
+
+        def forward(self, x):
+            self.seen.append(x.detach().mean())
+            return super().forward(x) * sum(self.seen)
+
+    with pytest.raises(Exception, match=r"seen is a deque with a maxlen"):
+        trained(way, Model, squares, X)
 
 
 @table(1, "way", ["transform", "step"])

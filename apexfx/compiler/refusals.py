@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from .._torch import (
     FakeTensor,
     active_ddp_module,
+    bounded_deques_changed,
     fsdp_managed,
     functorch_is_active,
     global_module_hooks,
@@ -62,13 +63,21 @@ def check_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             raise ValueError(f"apexfx: {node.name} belongs to a module that FSDP shards. {_WHOLE}")
 
 
-def check_random_objects() -> None:
-    """Refuse a program that draws from a `random.Random` of its own: Dynamo draws once, and the graph holds that number."""
+def check_python_objects() -> None:
+    """Refuse a program that draws from a `random.Random` of its own, which Dynamo does once, and the graph holds that number, and
+    one that changes a deque with a `maxlen`, which Dynamo lets grow beyond it while it traces.
+    """
+    for source in bounded_deques_changed():
+        raise ValueError(f"apexfx: {_plain(source)} is a deque with a maxlen, which torch.compile does not heed; keep what it "
+                         "holds in a buffer, or append to it outside of the model and the loss")
     for source in traced_random_objects():
-        name = re.sub(r"\b[LG]\['(\w+)'\]", r"\1", source)
-        raise ValueError(f"apexfx: {name} is a random.Random, and a number that the forward draws from it would be the same in "
-                         "every call; draw by torch, by the functions of Python's module random, or outside and give the number "
-                         "as a tensor")
+        raise ValueError(f"apexfx: {_plain(source)} is a random.Random, and a number that the forward draws from it would be the "
+                         "same in every call; draw by torch, by the functions of Python's module random, or outside and give "
+                         "the number as a tensor")
+
+
+def _plain(source: str) -> str:
+    return re.sub(r"\b[LG]\['(\w+)'\]", r"\1", source)
 
 
 def check_plain(placeholders: Sequence[Placeholder], example_inputs: Sequence[Any]) -> None:

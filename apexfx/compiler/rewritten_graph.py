@@ -37,7 +37,7 @@ from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .process_groups import Groups
 from .recompiles import why_compiled_again
-from .refusals import check_inputs, check_lowered_rightly, check_random_objects
+from .refusals import check_inputs, check_lowered_rightly, check_python_objects
 from .verification import real_inputs
 
 
@@ -53,7 +53,7 @@ def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Trans
     """
     guard_shared_objects()
     check_inputs(gm, example_inputs)
-    check_random_objects()
+    check_python_objects()
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), is_train_step=is_train_step)
     check_mixed(gm)
     check_lowered_rightly(gm)
