@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,8 @@ _FROM_NUMPY = re.compile(r"^___from_numpy\((.+)\)$")  # around the source of an 
 _OBJECTIVE = "L['inputs'].objective."  # of a training step
 _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 
-# Frames of this package between the user's forward and the op: of a traceable class, the call of a module, an objective.
-_OWN_FRAMES = re.compile(
-    r'^  File "[^"]*/apexfx/(?:compiler/(?:private_code|dynamo_\w+)|\w+/function|ops/recurrent|compare)\.py", line .*\n'
-    r"(?:    .*\n?)*",
-    re.MULTILINE)
+# Frames of this package, whose tools alone hold models, and what each says below it.
+_OWN_FRAMES = re.compile(rf'^  File "{re.escape(str(Path(__file__).parents[1]))}/(?!tools/).*\n(?:    .*\n?)*', re.MULTILINE)
 
 
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelIndex | None = None, *,

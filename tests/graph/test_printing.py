@@ -243,6 +243,14 @@ class TestNames:
         assert "batch_norm" in text and "test_printing.py:" in text
         assert "traceable.py" not in text and "runtime.py" not in text
 
+    def test_layers_of_the_package_show_the_users_line(self):
+        model = nn.Sequential(apexfx.normalization.FusedLayerNorm(4), apexfx.parallel.SyncBatchNorm(4))
+        step = apexfx.train_step(model, objective=lambda m, x: apexfx.Mean(m(x).square().sum(), 8), inner="eager",
+                                 optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0")
+        step(torch.randn(2, 4))
+        files = {line.partition(":")[0] for op in step.report.ops() for line in [op.source] if line}
+        assert files == {"test_printing.py"}, files
+
     def test_casts_at_the_entry_have_no_line_of_their_own(self):
         compiled = torch.compile(nn.Sequential(nn.Linear(4, 3)), backend="apex", options={"opt_level": "O2", "inner": "eager"})
         compiled(torch.randn(2, 4))
