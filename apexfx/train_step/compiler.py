@@ -31,7 +31,6 @@ from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written, written_storages
 from ..graph.nodes import PASS, value
 from ..graph.shared_memory import MemoryCheck
-from ..host_memory import keep_freed_memory
 from ..observe.non_finite import BACKWARD
 from ..precision.call_casts import check_unwritten
 from ..precision.casts import is_inserted_cast
@@ -117,8 +116,6 @@ class StepCompiler:
         check_functions(gm)
         leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
         by_forward = _written_by_forward(gm, placeholders)
-        if any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in example_inputs):
-            keep_freed_memory()
         # The forward passes.
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  is_train_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)

@@ -21,6 +21,7 @@ from ..config import TransformConfig
 from ..distributed.agreement import check_alive
 from ..errors import NonFiniteError
 from ..graph.printing import count_text
+from ..host_memory import keep_freed_memory
 from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
 from ..report.text import options_text
@@ -81,6 +82,8 @@ class TrainStep:
         self._outside = check_optimizer(optimizers, trained, options, scale.mode, report, casts_to)
         self._note_ranks_apart(options)
         # From here on, things change.
+        if device.type == "cpu":
+            keep_freed_memory()
         agreement = set_up_step(model, objective_modules, optimizers, groups, options)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report)
         self._parts = parts = StepParts(model, step_model, objective, objective_modules, optimizers, options, scale, safeguard,
