@@ -43,9 +43,10 @@ def program_facts(parts: StepParts, lists: StepLists) -> dict[str, str]:
     rows |= {f"pass {each.name}": str(pass_digest(each)) for each in parts.options.config.passes}
     rows |= {"process groups": json.dumps(parts.groups.describe()), "optimizer": parts.optimizers.name}
     rows |= {f"torch._inductor.config.{name}": text for name, text in changed_inductor_settings().items()}
-    for prefix, root in zip(("", "objective."), roots_of(parts)):
+    for number, root in enumerate(roots_of(parts)):
+        place = f" of module {number} of the objective" if number else ""
         for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
-            rows |= {f"{kind} {prefix}{name}": facts.of(tensor) for name, tensor in named}
+            rows |= {f"{kind} {name}{place}": facts.of(tensor) for name, tensor in named}
     rows["trained"] = ", ".join(lists.names[id(p)] for p in lists.params)
     state = {f"{name}": facts.of(tensor) for name, tensor in lists.optimizer.named(lists.names)} if lists.optimizer else {}
     return rows | {f"state {name}": text for name, text in state.items()}
@@ -164,6 +165,8 @@ class StoredCall:
         self._check_memory = MemoryCheck(placeholders, row["updated"], row["written"], shared)
         self._communication = Communication(row["what"], row["collectives"], parts.index.mode)
         self._agreement = parts.agreement if row["collectives"] else None
+        for note in row["notes"]:
+            parts.report.note(note)
         parts.report.add(GraphReport.from_json({**row["report"], "index": len(parts.report.graphs)}))
 
     def difference(self, scope: Scope, plan: str) -> tuple[str, str, str] | None:

@@ -14,7 +14,7 @@ from ..compiler.cache import pass_digest
 from . import artifact_file
 from .artifact import Batch, StoredCall, Watch, call_key, differing, mismatch, program_facts, scope_of
 from .artifact_recorder import ArtifactRecorder
-from .model import check_contexts
+from .model import check_contexts, warn_of_eval_mode
 from .parts import StepParts
 from .python_facts import NotComparable
 from .state import StepLists, TrainingState
@@ -133,6 +133,7 @@ class ArtifactGraphs:
         if not self._fits or key not in self._rows:
             return None
         if key not in self._calls:
+            warn_of_eval_mode(self._parts.model, self._parts.report)
             if self._compiling is not None:  # this process has compiled it
                 return None
             self._calls[key] = StoredCall(self._rows[key], self._libraries, self._parts)

@@ -121,7 +121,7 @@ class ArtifactRecorder:
                "shared": [[*pair, *how] for pair, how in check.shared.items()],
                **{name: graph[name] for name in ("updated", "written", "leaves", "what", "collectives")},
                "noted_writes": lowered.noted_writes, "source": stored_code.source, "functions": list(stored_code.functions),
-               "kernels": names, "report": graph["record"].to_json()}
+               "kernels": names, "report": graph["record"].to_json(), "notes": list(self._parts.report.notes)}
         return row, {names[name]: library for name, library in stored_code.kernels.items()}
 
 

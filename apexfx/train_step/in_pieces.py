@@ -26,6 +26,7 @@ from .errors import NotOneGraph, calls_backward, capture_errors, sparse_gradient
 from .function import StepInputs, accumulate_gradients, add_accumulated, apply_gradients, compute_gradients
 from .leaves import check_leaves, leaves_of
 from .mean import Weighted
+from .model import warn_of_eval_mode
 from .parts import StepParts
 from .step_graphs import StepGraphs, grad_versions
 
@@ -63,7 +64,7 @@ class StepInPieces(StepGraphs):
 
     def _run_in_pieces(self, pieces: _CompiledForward, batch: tuple[Any, ...], named: dict[str, Any], *,
                        accumulates: bool) -> tuple[Any, ...]:
-        self.warn_of_eval_mode()
+        warn_of_eval_mode(self._parts.model, self._parts.report)
         self._state.prepare()
         agreement, group = self._parts.agreement, self._parts.groups.gradients
         with torch.no_grad(), capture_errors(), self._parts.step_model.traceable(casts_inputs=False) as model:

@@ -84,6 +84,14 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
                              "not run; remove it, register a hook on a tensor in the forward, or train with apexfx.transform()")
 
 
+def warn_of_eval_mode(model: nn.Module, report: Report) -> None:
+    """Say that no module of a model is in training mode; guards of graphs see the modes that they depend on."""
+    if not any(module.training for module in model.modules()):
+        report.warn("apexfx: the step trains a model in eval mode, as from_pretrained() returns one: dropout is off, and batch "
+                    "norms use their running statistics and leave them as they are. Call model.train() before the step, and "
+                    "after each evaluation, unless this is meant")
+
+
 def check_contexts() -> None:
     """Refuse a call in a context that looks at a backward, of which a graph has none."""
     # Without check_nan, torch itself may have it on: for the lines of ops, while another thread captures a graph.

@@ -29,7 +29,7 @@ from .artifact_recorder import ArtifactRecorder
 from .compiler import NotRun, StepCompiler
 from .errors import calls_backward, capture_errors
 from .function import NotCompiled, StepInputs, compiled_separately, run_accumulate, run_gradients, run_step
-from .model import StepModel, check_contexts
+from .model import StepModel, check_contexts, warn_of_eval_mode
 from .parts import StepParts
 from .state import TrainingState
 
@@ -118,7 +118,7 @@ class StepGraphs:
             return variant.cached(self._inputs(model), batch, named)
 
     def _compile_and_run(self, variant: _Variant, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        self.warn_of_eval_mode()
+        warn_of_eval_mode(self._parts.model, self._parts.report)
         self._state.prepare()
         gradients = grad_versions(self._state.lists.params)
         self._state.keep_buffers()
@@ -137,14 +137,6 @@ class StepGraphs:
             return contextlib.nullcontext()
         self._recorder.begin(model, self._state.inputs(), batch, named, accumulates)
         return functorch_config.patch(enable_autograd_cache=False)
-
-    def warn_of_eval_mode(self) -> None:
-        """Say that no module of the model is in training mode; guards of graphs see the modes that they depend on."""
-        message = ("apexfx: the step trains a model in eval mode, as from_pretrained() returns one: dropout is off, and batch "
-                   "norms use their running statistics and leave them as they are. Call model.train() before the step, and "
-                   "after each evaluation, unless this is meant")
-        if not any(module.training for module in self._parts.model.modules()):
-            self._parts.report.warn(message)
 
 
 def grad_versions(params: Sequence[Tensor]) -> list[Any]:

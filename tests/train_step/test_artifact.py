@@ -98,6 +98,17 @@ def test_another_process_computes_the_same_bits_and_compiles_nothing(kept, tmp_p
     assert without[:2] == (losses, state)
 
 
+def in_eval_mode():
+    return Net().eval()
+
+
+@pytest.mark.long
+def test_another_process_says_what_the_first_one_said(tmp_path):
+    first = in_new_process(tmp_path / "step", tmp_path / "cache", build=in_eval_mode)
+    again = in_new_process(tmp_path / "step", tmp_path / "empty", compiles=False, build=in_eval_mode)
+    assert again[:5] == (*first[:2], 0, [], first[4]) and "eval mode" in first[4][0]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{"accumulate": 3}, {"opt_level": "O2", "safeguard": True},
                                      {"opt_level": "O0", "keep_grads": True}])
