@@ -107,8 +107,8 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
         ranks, accumulate: how many of each to try.
 
     Raises:
-        ValueError: the batch cannot be split so, or the loss of the whole batch is not finite, or another when it is computed
-            again.
+        ValueError: the batch cannot be split so; parameters are in neither the model nor the objective; the loss of the whole
+            batch is not finite, or another when it is computed again.
         RuntimeError, ...: what the model or the loss raises in float64; a note says so.
     """
     first = next((x for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), None)
@@ -120,7 +120,11 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
     memo: dict[int, Any] = {}
     model, objective = copy.deepcopy((step.model, step.objective), memo)
     optimizers = [step.optimizer] if isinstance(step.optimizer, torch.optim.Optimizer) else step.optimizer
-    trained = {id(memo[id(p)]) for each in optimizers for group in each.param_groups for p in group["params"] if id(p) in memo}
+    held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
+    if not memo.keys() >= set(held):
+        raise ValueError("apexfx: the optimizer has parameters that neither model nor objective holds, as modules= gives a "
+                         "step those of a closure, of which there is no copy; make the objective a module that holds them")
+    trained = {id(memo[each]) for each in held}
     loss_fn = getattr(objective, "loss_fn", objective)
     modules = {"": model, **({"loss.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
     params = {prefix + name: p for prefix, module in modules.items() for name, p in module.named_parameters()

@@ -182,6 +182,16 @@ def test_what_cannot_be_compared(name):
     assert text in "\n".join((str(raised.value), *getattr(raised.value, "__notes__", ())))
 
 
+def test_modules_of_a_closure_are_refused():
+    scale, model = nn.BatchNorm1d(WORDS), classifier()
+    optimizer = torch.optim.SGD([*model.parameters(), *scale.parameters()], lr=0.1)
+    step = apexfx.train_step(model, objective=lambda m, x, y: F.cross_entropy(scale(m(x)), y), optimizer=optimizer,
+                             modules=[scale], opt_level="O0", inner="eager")
+    with pytest.raises(ValueError, match="modules= gives a step those of a closure"):
+        apexfx.check_splits(step, *images(), accumulate=(1, 2))
+    assert scale.num_batches_tracked == 0
+
+
 def test_the_batch_stays_as_it_was():
     x, y = images()
     step = make(classifier, lambda m, x, y: supervised(m, x.mul_(2), y.fill_(1)), {})[1]
