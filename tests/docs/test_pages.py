@@ -13,7 +13,7 @@ from docs import pages
 
 def normalised(text):
     """Return text without what differs from run to run: fractions, and the column widths that follow them."""
-    return re.sub(r"[ -]+", " ", re.sub(r"\d+\.\d+", "#", text))
+    return re.sub("  +", " ", re.sub("--+", "--", re.sub(r"\d+\.\d+", "#", text)))
 
 
 SLOW = [f"docs/{name}.md" for name in (
