@@ -277,6 +277,10 @@ def test_a_deque_of_bounded_length_that_the_forward_changes_is_refused(way):
         trained(way, Model, squares, X)
 
 
+def test_a_number_that_the_objective_draws_is_one_of_python():
+    check("step", lambda: nn.Linear(4, 4), lambda out, x: squares(out, x) * random.uniform(0.5, 1), X, "O0")
+
+
 @table(1, "way", ["transform", "step"])
 @pytest.mark.parametrize("draw, said", [
     (lambda model: torch.from_numpy(np.random.rand(4)).float(), "np.random of NumPy"),

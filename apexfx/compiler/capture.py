@@ -24,6 +24,18 @@ _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 _OWN_FRAMES = re.compile(rf'^  File "{re.escape(str(Path(__file__).parents[1]))}/(?!tools/).*\n(?:    .*\n?)*', re.MULTILINE)
 
 
+def widen_drawn_numbers(gm: fx.GraphModule, example_inputs: list[Any]) -> None:
+    """Take the numbers that Python's `random` draws as float64: so Dynamo passes them, and captures them as float32."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    for place, node in enumerate(nodes):
+        if type(dynamo_source(node)).__name__ == "RandomValueSource" and example_inputs[place].dtype == torch.float32:
+            with gm.graph.inserting_after(nodes[-1]):
+                number = gm.graph.call_method("float", (node,))
+            node.replace_all_uses_with(number, delete_user_cb=lambda user, number=number: user is not number)
+            number.meta = {**node.meta, "stack_trace": ""}
+            example_inputs[place] = node.meta["example_value"] = example_inputs[place].double()
+
+
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelIndex | None = None, *,
              by_module: bool = False, is_train_step: bool = False) -> tuple[Placeholder, ...]:
     """Tag the inputs and modules of a Dynamo graph with the user's names, and copy example values to `meta["val"]`.

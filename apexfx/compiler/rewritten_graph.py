@@ -41,7 +41,7 @@ from .refusals import check_inputs, check_lowered_rightly, check_python_objects
 from .verification import real_inputs
 
 
-def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: TransformConfig, index: ModelIndex, *,
+def read_inputs(gm: fx.GraphModule, example_inputs: list[Any], config: TransformConfig, index: ModelIndex, *,
                 is_train_step: bool = False) -> tuple[Placeholder, ...]:
     """Annotate a graph that Dynamo captured, and return its inputs.
 
@@ -54,6 +54,7 @@ def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Trans
     guard_shared_objects()
     check_inputs(gm, example_inputs)
     check_python_objects()
+    capture.widen_drawn_numbers(gm, example_inputs)
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), is_train_step=is_train_step)
     check_mixed(gm)
     check_lowered_rightly(gm)
