@@ -1,6 +1,6 @@
 """Every private name of torch that the package uses, but for those of its compilers: imports, and attributes of torch's objects.
 
-All were run on torch 2.11, 2.13 and 2.15 (docs/torch_versions.md), but for those that say otherwise. `tests/test_torch_names.py`
+All were run on torch 2.13 and 2.14 (docs/torch_versions.md), but for those that say otherwise. `tests/test_torch_names.py`
 fails, naming the line, where another file reaches for one; `tests/check_torch_names.py` says what another torch lacks.
 """
 
@@ -230,7 +230,7 @@ def traced_expression(expression: str) -> object | None:
 def guard_shared_objects() -> None:
     """Have Dynamo guard that an object which it found by a local and by a global is one, which it leaves out (2.13).
 
-    `TABLE[self.kind]` would go on with the kind that was there first. 2.11 does not say what it found, and goes on so.
+    `TABLE[self.kind]` would go on with the kind that was there first.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import is_from_local_source

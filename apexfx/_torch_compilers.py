@@ -68,10 +68,6 @@ class _NoMetricsError(logging.Filter):
 _no_metrics_error = _NoMetricsError()
 
 
-# Otherwise 2.11 passes over a tensor in a dictionary, of which requires_grad, or the shape by `.data`, alone has changed.
-TENSOR_GUARDS = {"skip_tensor_guards_with_matching_dict_tags": False}
-
-
 def patched_dynamo(settings: Mapping[str, Any]) -> Any:
     """Return a context with these settings of Dynamo, which may be entered again and again; sets among them are taken."""
     logging.getLogger("torch._dynamo.metrics_context").addFilter(_no_metrics_error)  # once, however often it is added

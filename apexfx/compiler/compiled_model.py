@@ -13,7 +13,6 @@ from torch import nn
 
 from .._torch import functorch_config, module_hooks
 from .._torch_compilers import (
-    TENSOR_GUARDS,
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
@@ -43,7 +42,7 @@ from .traceable import TraceableClasses
 # Dynamo's silent ways to leave a frame to eager, closed: RNN modules are traced, a module that counts its calls is not
 # compiled for every count, the recompile limit raises. Numbers and shapes read from data are a part of a graph, as in a step that
 # is one. np.random is NumPy's, by its seed, and not torch's.
-_DYNAMO = {**TENSOR_GUARDS, "use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_outputs": True,
+_DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_outputs": True,
            "capture_dynamic_output_shape_ops": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True}
 _BREAKS_AT_DATA = {**_DYNAMO, "capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import functorch_config, tensor_version
-from .._torch_compilers import TENSOR_GUARDS, dynamo_config, patched_dynamo, run_cached_graphs
+from .._torch_compilers import dynamo_config, patched_dynamo, run_cached_graphs
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
 from ..compiler.rewritten_graph import WeakBackend
@@ -34,7 +34,7 @@ from .parts import StepParts
 from .state import TrainingState
 
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
-_DYNAMO = {**TENSOR_GUARDS, "trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
+_DYNAMO = {"trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True, "use_numpy_random_stream": True,
            # A float that the forward changes and keeps in an attribute would be the same from the third call on (2.13).
            "specialize_float": True,

@@ -300,7 +300,6 @@ def test_a_break_in_a_loop_leaves_all_to_eager_where_that_loses_nothing(opt_leve
     assert "Dynamo captured no graph" in str(step.report)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11 keeps the activations of checkpoints")
 def test_dropout_inside_of_a_checkpoint_runs_in_pieces():
     class Checkpointed(nn.Module):
         def __init__(self):

@@ -123,7 +123,6 @@ class OfKind(nn.Linear):
         return x * 2 if self.kind == Kind.RELU else x
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="2.11 does not say what Dynamo found")
 def test_another_object_in_the_place_of_a_global_one_is_seen():
     model, (x, y) = nn.Sequential(OfKind(WIDTH, WIDTH), OfKind(WIDTH, WIDTH)), samples(1)[0]
     step, transformed = heads(SGD, model), apexfx.transform(model, opt_level="O0", inner="eager")

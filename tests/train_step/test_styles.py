@@ -187,7 +187,6 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11 keeps the activations of checkpoints")
 def test_dropout_inside_of_a_checkpoint_is_refused():
     step = heads(model=Checkpointed())
     with pytest.raises(RuntimeError, match="the model checkpoints activations around random numbers"):
