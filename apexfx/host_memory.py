@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 
-_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # of glibc, read when a process starts
+SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # of glibc, read when a process starts
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
@@ -14,9 +14,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 def keep_freed_memory() -> None:
     """Have glibc keep what is freed, from now on: it would give it to the system, and take it back page by page in every step.
 
-    Nothing where one of `_SETTINGS` is in the environment, or where there is no `mallopt`.
+    Nothing where one of `SETTINGS` is in the environment, or where there is no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None and not any(name in os.environ for name in _SETTINGS):
+    if mallopt is not None and not any(name in os.environ for name in SETTINGS):
         mallopt(_MMAP_THRESHOLD, 2**30)  # what is larger is pages of its own
         mallopt(_TRIM_THRESHOLD, -1)  # no limit

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from tabulate import tabulate
 
-from .. import __version__, ops
+from .. import __version__, host_memory, ops
 from .._torch import has_kernel, registered_ops
 from ..graph.printing import count_text
 
@@ -27,6 +27,9 @@ ENVIRONMENT = {
     "CXX": "the C++ compiler of the build",
     "CXXFLAGS": "more flags for it",
     "CUDA_HOME": "where the build looks for nvcc first",
+    "WORLD_SIZE": "torchrun's: how many ranks there are, where no process group is up yet",
+    "RANK": "torchrun's: diagnose prints on rank 0",
+    **dict.fromkeys(host_memory.SETTINGS, "malloc's: train_step() leaves malloc as it is where one is set"),
 }
 
 

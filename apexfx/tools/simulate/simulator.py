@@ -1,9 +1,9 @@
 """Predict a data-parallel training step on any number of ranks, from a bucket plan, a profile and a network.
 
-The program follows the eager executor: a bucket is filled and started when its last gradient is ready and all earlier ones are
-started, the last one at the end of backward. After backward every bucket is waited for, then all results are written back, then
-the optimizer runs. The ranks' step records, sent behind the last bucket, are left out. A synchronized batch norm waits for its
-statistics at once. `simulate` writes this down as a program, and `timeline.py` runs it.
+The program is a step op by op: a bucket is filled and started when its last gradient is ready and all earlier ones are started,
+the last one at the end of backward. After backward every bucket is waited for, then all results are written back, then the
+optimizer runs. A synchronized batch norm waits for its statistics at once. `simulate` writes this down as a program, and
+`timeline.py` runs it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class LinearCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The executor's own costs, and how compute and communication slow each other.
+    """What buckets cost besides their allreduces, and how compute and communication slow each other.
 
     Attributes:
-        gradient_s: seconds of the hook that runs for every gradient.
+        gradient_s: seconds of what runs for every gradient.
         fill: of a bucket: copying its gradients in and starting the allreduce.
         write: of a bucket: copying its results back.
         per_step_s: seconds once a step, after backward.
@@ -121,7 +121,7 @@ class BucketChoice:
 
 
 def plan_for(profile: Profile, config: BucketConfig, num_ranks: int) -> BucketPlan:
-    """Return the plan that the eager executor uses once it has learned the order in which gradients become ready."""
+    """Return the plan in the order in which gradients become ready."""
     return plan_buckets([spec for spec in reversed(profile.gradients) if spec.numel], config, num_ranks)
 
 
@@ -134,7 +134,7 @@ def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketC
         network: between the ranks.
         num_ranks: how many.
         config: the bucket options; default `BucketConfig()`.
-        costs: of the executor; default: none.
+        costs: of buckets; default: none.
         plan: instead of the one that `config` gives.
 
     Raises:
@@ -183,7 +183,7 @@ def _program(profile: Profile, network: Network, num_ranks: int, plan: BucketPla
                 start_next()
     while started < len(plan.buckets):
         start_next()
-    program.append(Work("executor", costs.per_step_s, "write"))
+    program.append(Work("step", costs.per_step_s, "write"))
     program += [Wait(f"bucket {index}") for index in range(len(plan.buckets))]
     program += [Work(f"write back bucket {index}", costs.write.seconds(bucket), "write")
                 for index, bucket in enumerate(plan.buckets)]
