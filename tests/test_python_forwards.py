@@ -234,6 +234,28 @@ def test_a_hook_on_all_modules_is_not_passed_over(way, kind):
     run(X[0])
 
 
+class Queue(nn.Module):
+    """Writes a slice of a buffer from a place that a buffer has, as momentum contrast does."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("queue", torch.ones(4, 18))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        out, place = self.head(x), int(self.place)
+        far = out @ self.queue.clone().detach()
+        self.queue[:, place:place + len(x)] = out.detach().T
+        self.place[0] = (place + len(x)) % 18
+        return far
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_queue_is_written_from_a_place_in_a_buffer(level):
+    check("step", Queue, squares, X, level)
+
+
 # ---- random numbers, torch.func, and models that are unlike a class of the user's ------------------------------------------
 
 

@@ -111,9 +111,12 @@ def replace(node: fx.Node, target: Callable[..., Any], *, mode: FakeTensorMode |
 def _fake_evaluation(mode: FakeTensorMode | None) -> Iterator[None]:
     # A graph may switch gradient mode through a node; what it leaves behind must not leak out.
     grad_enabled = torch.is_grad_enabled()
+    sizes = getattr(mode, "shape_env", None)
+    # Of a size that depends on data a new symbol is made, which AOTAutograd would look for in what it traces next.
+    ignoring = sizes.ignore_fresh_unbacked_symbols() if sizes is not None else contextlib.nullcontext()
     try:
         # As Dynamo evaluates: some ops are composed in C++ of what asks for plain sizes, in Python of what takes symbolic ones.
-        with mode or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
+        with mode or contextlib.nullcontext(), ignoring, enable_python_dispatcher(), torch.no_grad():
             yield
     finally:
         torch.set_grad_enabled(grad_enabled)
