@@ -158,7 +158,7 @@ def _scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None
 
 @contextlib.contextmanager
 def _explained(gm: fx.GraphModule) -> Iterator[None]:
-    """Say what AOTAutograd cannot do about memory, and an inner compiler with sizes that are read from data."""
+    """Say what AOTAutograd cannot do about memory, and an inner compiler with sizes read from data or rows by `randperm`."""
     try:
         yield
     except Exception as error:
@@ -171,6 +171,10 @@ def _explained(gm: fx.GraphModule) -> Iterator[None]:
             raise ValueError(f"apexfx: {source_line(replaced[-1])} puts memory in the place of a tensor's (x.data = ..., "
                              "x.data += ...) that the forward also writes in place; write x.data.copy_(...), or "
                              "x.data.add_(...), in the place of the assignment") from None
+        if "argname=slice_shape" in str(error):
+            raise RuntimeError("apexfx: Inductor of torch 2.13 fails at rows that torch.randperm(n) takes; take them by "
+                               "torch.rand(n).argsort(), give inner_options={'pattern_matcher': False}, or use torch "
+                               "2.14") from error
         read = next((node for node in gm.graph.nodes if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(value(node))
                      if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat)))), None)
         if read is None or type(error).__module__.startswith("apexfx"):

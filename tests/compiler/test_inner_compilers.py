@@ -40,6 +40,11 @@ class Rows(nn.Module):
         return (h[[0, 0, 1]][:, :4] + torch.einsum("bi,bj->bj", h[:, :4], h[:, 4:])).tanh().sum()
 
 
+class Shuffled(nn.Linear):
+    def forward(self, x):
+        return super().forward(0.3 * x + 0.7 * x[torch.randperm(len(x))])
+
+
 @pytest.mark.parametrize("make", [Codebook, Rows])
 def test_gradients_and_buffers_are_those_of_eager(make):
     torch.manual_seed(0)
@@ -49,3 +54,10 @@ def test_gradients_and_buffers_are_those_of_eager(make):
         each(x).backward()
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
     torch.testing.assert_close(model.encode.weight.grad, reference.encode.weight.grad)
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="Inductor of 2.14 compiles it")
+def test_rows_in_a_random_order_are_refused_with_what_to_write():
+    model = apexfx.transform(Shuffled(4, 4), opt_level="O0", inner="inductor")
+    with pytest.raises(RuntimeError, match=r"randperm\(n\) takes; take them by torch.rand\(n\).argsort"):
+        model(torch.randn(6, 4))
