@@ -97,10 +97,8 @@ def compiled_module() -> torch.nn.Module | None:
 
 def raised_by_op(error: BaseException) -> BaseException:
     """Return what an op raised when Dynamo ran it on fake tensors, of the error that Dynamo made of it."""
-    def is_of_dynamo(error: BaseException) -> bool:
-        return type(error).__module__.startswith("torch._dynamo") or str(error).startswith("Dynamo failed to run")  # 2.14
-
-    while is_of_dynamo(error) and (inner := error.__cause__ or error.__context__) is not None:
+    while (type(error).__module__.startswith("torch._dynamo") or str(error).startswith("Dynamo failed to run")) \
+            and (inner := error.__cause__ or error.__context__) is not None:  # the text is of a RuntimeError between (2.14)
         error = inner
     return error
 

@@ -133,9 +133,9 @@ class ArtifactGraphs:
         if not self._fits or key not in self._rows:
             return None
         if key not in self._calls:
-            warn_of_eval_mode(self._parts.model, self._parts.report)
             if self._compiling is not None:  # this process has compiled it
                 return None
+            warn_of_eval_mode(self._parts.model, self._parts.report)
             self._calls[key] = StoredCall(self._rows[key], self._libraries, self._parts)
         call = self._calls[key]
         with self._parts.step_model.traceable() as model:

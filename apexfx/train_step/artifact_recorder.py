@@ -39,7 +39,7 @@ class ArtifactRecorder:
               accumulates: bool) -> None:
         """Note a call that may capture a graph."""
         self._begin(scope_of(model, self._parts, inputs, batch, named, accumulates))
-        self._call = inputs, batch, named, accumulates
+        self._call = inputs, batch, named, accumulates, len(self._parts.report.notes)
         self._process = texts(process_state())
 
     def note_graph(self, graph: dict[str, Any], gm: fx.GraphModule, run: Any) -> Any:
@@ -90,7 +90,7 @@ class ArtifactRecorder:
         self._begin(None)
         if graph is None or ran is None:
             return None
-        (args, outputs), (inputs, batch, named, accumulates) = ran, call
+        (args, outputs), (inputs, batch, named, accumulates, num_notes) = ran, call
         leaves, structure = tree_flatten((batch, named))
         key = call_key(self._parts, inputs, Batch(leaves, structure), accumulates)
         if key in self._begun:
@@ -121,7 +121,7 @@ class ArtifactRecorder:
                "shared": [[*pair, *how] for pair, how in check.shared.items()],
                **{name: graph[name] for name in ("updated", "written", "leaves", "what", "collectives")},
                "noted_writes": lowered.noted_writes, "source": stored_code.source, "functions": list(stored_code.functions),
-               "kernels": names, "report": graph["record"].to_json(), "notes": list(self._parts.report.notes)}
+               "kernels": names, "report": graph["record"].to_json(), "notes": self._parts.report.notes[num_notes:]}
         return row, {names[name]: library for name, library in stored_code.kernels.items()}
 
 
