@@ -33,6 +33,7 @@ from .train_step.errors import NotOneGraph
 from .train_step.function import SupervisedObjective
 from .train_step.model import StepModel
 from .train_step.objective import ObjectiveModules
+from .train_step.step import trace_gradients
 from .train_step.wrong_call import Call, shown
 from .transform import source_of
 
@@ -163,7 +164,7 @@ class _Step:
     def trace(self, call: _Call) -> Traced:
         """Return the graph of loss and gradients for a batch."""
         with call.explained():
-            return self._step.trace_gradients(call.batch, call.named, self.config)
+            return trace_gradients(self._step, call.batch, call.named, self.config)
 
 
 class _Model:
@@ -199,7 +200,7 @@ class _Model:
         return _Call(self._objective, batch, named, "model")
 
     def trace(self, call: _Call) -> Traced:
-        from .train_step.step_graphs import trace_gradients
+        from .train_step import step_graphs
 
         config, groups, level = self.config, Groups(self.config), self.config.level
         half = config.half_dtype(p.device for p in self._model.parameters()) if level.half_parameters else None
@@ -207,7 +208,7 @@ class _Model:
         modules.refresh(None)
         model = StepModel(self._model, modules, groups.batch_norm, half, Report({}))
         with call.explained():
-            return trace_gradients(model, self._objective, config, groups, self._params, call.batch, call.named)
+            return step_graphs.trace_gradients(model, self._objective, config, groups, self._params, call.batch, call.named)
 
 
 class _WeightedOutputs:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..config import BucketConfig
 from .bucket import GradientSpec, group_gradients
 
 _PAIR = re.compile(r"(.*?)(weight|bias|)$", re.DOTALL)
 _MIB = 2**20
-DEFAULT_CAP_MB = 25.0
+DEFAULT_CAP_MB = BucketConfig.bucket_cap_mb
 FIRST_BUCKET_BYTES = 1 * _MIB  # torch's _DEFAULT_FIRST_BUCKET_BYTES, used only beside the default cap
 
 

@@ -85,7 +85,7 @@ def exact_copy(tensor: Tensor) -> Tensor:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Return what the bits of a result depend on besides the graph and its inputs."""
-    return {"torch": torch.__version__, "python": platform.python_version(), "processor": _processor(),
+    return {"torch": torch.__version__, "python": platform.python_version(), "processor": processor_name(),
             "capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads(), "device": str(device),
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None}
 
@@ -206,7 +206,8 @@ def load(path: Path) -> Bundle:
     return Bundle(data, tensors)
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the name of the CPU's model."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -9,6 +9,7 @@ op's schema and its plan; `optimizers/end_of_step.py` does what the plan says.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,8 +117,9 @@ class StepPlan:
     ema: EmaRow | None = None
     keeps_gradients: bool = False
 
-    def to_json(self) -> str:
-        """Return the plan as the text that the node carries; `from_json` is its inverse. What has its default is left out."""
+    @functools.cached_property
+    def json(self) -> str:
+        """The plan as the text that the node carries; `from_json` is its inverse. What has its default is left out."""
         defaults = StepPlan()
         row = {k: v for k, v in dataclasses.asdict(self).items() if getattr(self, k) != getattr(defaults, k)}
         for group in row.get("groups", ()):

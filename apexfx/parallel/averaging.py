@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._torch import torch_ddp
+from ..buckets.ddp_layout import DEFAULT_CAP_MB
 from ..buckets.eager_reduce import reduce_gradients
 from ..buckets.flat_buffer import scaled
 from ..buckets.plan import divisors
@@ -29,8 +30,6 @@ from ..distributed.backward_callback import BackwardCallback
 from ..distributed.synchronizer import SET_ASIDE, Synchronizer, local_gradients
 from ..errors import UnsynchronizedGradientError
 from ..precision.rules import HALVES
-
-_DEFAULT_CAP_MB = 25.0
 
 
 @dataclass
@@ -131,7 +130,7 @@ class EagerAveraging(Synchronizer):
     def _cap_mb(self) -> float | None:
         if self.config.message_size is not None:
             return self.config.message_size * max(p.element_size() for _, p in self._active.values()) / 2**20
-        return None if self.config.bucket_cap_mb == _DEFAULT_CAP_MB else self.config.bucket_cap_mb
+        return None if self.config.bucket_cap_mb == DEFAULT_CAP_MB else self.config.bucket_cap_mb
 
     def _is_plain(self) -> bool:
         """Whether torch's own sum of what is divided before, in the gradients' dtype, is what was asked for."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,10 @@ from ..distributed.agreement import Communication, explained
 from ..errors import ArtifactMismatch
 from ..graph.inputs import Placeholder
 from ..graph.shared_memory import MemoryCheck
+from ..observe.bundle import processor_name
 from ..report.records import GraphReport
-from .function import StepInputs, run_accumulate, run_step
+from .function import run_accumulate, run_step
+from .inputs import StepInputs
 from .leaves import check_leaf
 from .optimizer_state import same_tensors
 from .parts import StepParts
@@ -55,10 +56,9 @@ def program_facts(parts: StepParts, lists: StepLists) -> dict[str, str]:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    found = [next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags", "Features")]
-    name = found[0].partition(":")[2].strip() or platform.processor() or platform.machine()
-    flags = hashlib.sha256("".join(found[1:]).encode()).hexdigest()[:12]
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, features {flags}"
+    found = [next((line for line in lines if line.startswith(key)), "") for key in ("flags", "Features")]
+    features = hashlib.sha256("".join(found).encode()).hexdigest()[:12]
+    return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}, features {features}"
 
 
 def roots_of(parts: StepParts) -> list[nn.Module]:

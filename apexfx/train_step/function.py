@@ -1,11 +1,10 @@
-"""The function of a training step that Dynamo traces, op by op: gradients, what earlier calls accumulated, the update."""
+"""The function of a training step that Dynamo traces, op by op: forward, gradients, the update."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,47 +13,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._torch import tree_map
 from ..compiler.private_code import with_private_code
+from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated
+from .inputs import StepInputs
 from .mean import Mean, Weighted, weigh
 
-ACCUMULATED = ".accumulated"  # ends the name of what accumulates the gradients of a parameter
-
 _numbers = itertools.count()
-
-
-@dataclass
-class StepInputs:
-    """What a step's function is called with beside the batch.
-
-    Attributes:
-        model: the user's, traceable.
-        objective: `objective(model, *batch, **named)` -> the loss, or (loss, the rest).
-        params: what is trained.
-        buffers: the sums of the gradients of earlier calls, one for each of `params`; [] where no calls accumulate.
-        accumulated: for each of `buffers` whether it has a gradient.
-        means: the total and the count of the calls that have accumulated, float64, of a loss that is a `Mean`; None where no
-            calls accumulate.
-        states: the optimizer's state, masters included.
-        scalars: learning rates, counts of updates, the loss scale.
-        scale: of these, what the loss is multiplied with; None where nothing is.
-        calls: how many calls make up an update.
-        group: the name of the process group that gradients are averaged over, or None.
-        divisor: by how much that divides the sum of the ranks' gradients.
-        plan: a `StepPlan` as JSON.
-    """
-
-    model: nn.Module
-    objective: Callable[..., Any]
-    params: list[Tensor]
-    buffers: list[Tensor]
-    accumulated: list[bool]
-    means: Tensor | None
-    states: list[Tensor]
-    scalars: list[Tensor]
-    scale: Tensor | None
-    calls: int
-    group: str | None
-    divisor: int
-    plan: str
 
 
 def compiled_separately(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,8 +74,7 @@ def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str,
     loss, rest, grads, weighted = compute_gradients(inputs, batch, named_inputs)
     if inputs.calls > 1:
         grads = add_accumulated(inputs, grads, weighted)
-        for buffer in (*inputs.buffers, inputs.means):
-            buffer.zero_()
+        clear_accumulated(inputs.buffers, inputs.means)
     return loss, rest, *apply_gradients(inputs, grads, weighted)
 
 
@@ -131,25 +93,6 @@ def run_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict
     return compute_gradients(inputs, batch, named_inputs)[:3]
 
 
-def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
-                         weighted: Weighted | None) -> tuple[Tensor | None, tuple[bool, ...]]:
-    """Add gradients to those of earlier calls; return the mean of a loss that is one, and which of them there are."""
-    for buffer, gradient in zip(inputs.buffers, grads):
-        if weighted is not None:
-            buffer.mul_(weighted.earlier)
-        if gradient is not None:
-            buffer.add_(gradient)
-    if weighted is not None:
-        inputs.means.copy_(weighted.sums)
-    return weighted and weighted.mean, tuple(g is not None for g in grads)
-
-
-def add_accumulated(inputs: StepInputs, grads: Sequence[Tensor | None], weighted: Weighted | None) -> list[Tensor | None]:
-    """Return the sums of these gradients, the last ones, and those that were accumulated."""
-    buffers = inputs.buffers if weighted is None else [buffer * weighted.earlier for buffer in inputs.buffers]
-    return [_sum(buffer, held, g) for buffer, held, g in zip(buffers, inputs.accumulated, grads)]
-
-
 def apply_gradients(inputs: StepInputs, grads: list[Tensor | None], weighted: Weighted | None,
                     ) -> tuple[Tensor | None, Tensor, Tensor, tuple[bool, ...], list[Tensor]]:
     """Do what the plan says; return the mean of a loss that is one, whether the step is skipped, the norm, which parameters have
@@ -158,12 +101,6 @@ def apply_gradients(inputs: StepInputs, grads: list[Tensor | None], weighted: We
     found_inf, norm, gradients = torch.ops.apexfx.apply_gradients.default(
         inputs.params, grads, inputs.states, inputs.scalars, inputs.plan, *([] if weighted is None else [weighted.count]))
     return weighted and weighted.mean, found_inf, norm, tuple(g is not None for g in grads), gradients
-
-
-def _sum(buffer: Tensor, held: bool, gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return buffer.clone() if held else None
-    return buffer + gradient if held else gradient
 
 
 class NotCompiled(RuntimeError):

@@ -21,9 +21,11 @@ from ..compiler.compiled_model import CompiledModel, with_private_code
 from ..compiler.graph_compiler import GraphCompiler
 from ..compiler.refusals import COMPILES_ITSELF
 from ..distributed.agreement import explained
+from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated
 from .averages import averaged_copies
 from .errors import NotOneGraph, calls_backward, capture_errors, sparse_gradient, untrainable_loss
-from .function import StepInputs, accumulate_gradients, add_accumulated, apply_gradients, compute_gradients
+from .function import apply_gradients, compute_gradients
+from .inputs import StepInputs
 from .leaves import check_leaves, leaves_of
 from .mean import Weighted
 from .model import warn_of_eval_mode
@@ -84,8 +86,7 @@ class StepInPieces(StepGraphs):
                 grads = averaged_copies(self._state.lists.names, inputs.params, grads, self._parts.options.config.buckets, group)
             if any(g is not None for g in grads):
                 self._state.note_change()
-            for buffer in (*inputs.buffers, *([] if inputs.means is None else [inputs.means])):
-                buffer.zero_()
+            clear_accumulated(inputs.buffers, inputs.means)
             return loss, rest, *apply_gradients(inputs, grads, weighted)
 
     def _gradients(self, pieces: _CompiledForward, inputs: StepInputs, batch: tuple[Any, ...],

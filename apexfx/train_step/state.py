@@ -15,8 +15,8 @@ from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
 from ..graph.printing import count_text
 from ..ops.apply_gradients import StepPlan
+from .accumulation import ACCUMULATED, clear_accumulated
 from .ema import COUNTS
-from .function import ACCUMULATED
 from .kept_buffers import KeptBuffers
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS
 from .mean import Mean, Weighted, weigh
@@ -36,7 +36,7 @@ class StepLists:
         optimizer: the optimizer's state; None where it updates outside of the graph.
         averaged: those of `params` that have an average, where there are averages.
         scalars: learning rates, counts of updates, the loss scale.
-        plan: what happens to the gradients, a `StepPlan` as JSON.
+        plan: what happens to the gradients.
         schedulable: what a schedule may change, learning rates aside.
         scheduled: what has changed of it, or a scheduler says that it will change.
     """
@@ -47,7 +47,7 @@ class StepLists:
     optimizer: OptimizerState | None = None
     averaged: list[Tensor] = field(default_factory=list)
     scalars: list[Tensor] = field(default_factory=list)
-    plan: str = ""
+    plan: StepPlan = StepPlan()
     schedulable: dict[Option, Any] = field(default_factory=dict)
     scheduled: set[Option] = field(default_factory=set)
 
@@ -101,8 +101,8 @@ def read(parts: StepParts, before: StepLists, means: Tensor | None) -> StepLists
                      _plan(parts, state, list(scalars), left_out), schedulable, scheduled)
 
 
-def _plan(parts: StepParts, state: OptimizerState | None, scalars: list[str], left_out: Sequence[int]) -> str:
-    """Return what a step does with its gradients, as JSON.
+def _plan(parts: StepParts, state: OptimizerState | None, scalars: list[str], left_out: Sequence[int]) -> StepPlan:
+    """Return what a step does with its gradients.
 
     Args:
         state: the optimizer's, or None.
@@ -121,8 +121,7 @@ def _plan(parts: StepParts, state: OptimizerState | None, scalars: list[str], le
         skips=scalars.index(SKIPS) if SKIPS in scalars else None,
         safeguard=parts.safeguard.row(scalars) if parts.safeguard is not None else None,
         ema=parts.ema.row(scalars, left_out) if parts.ema is not None and state is not None else None,
-        keeps_gradients=parts.options.keep_grads or state is None,
-    ).to_json()
+        keeps_gradients=parts.options.keep_grads or state is None)
 
 
 class TrainingState:
@@ -183,7 +182,7 @@ class TrainingState:
                 "accumulated": [id(p) in self.accumulated for p in lists.params] if lists.buffers else [],
                 "means": self.means, "group": self._group and self._group.group_name, "divisor": self._divisor,
                 "states": [*lists.optimizer.states, *averages] if lists.optimizer is not None else [], "scalars": lists.scalars,
-                "scale": self._parts.scale.tensors.get(SCALE), "calls": self._parts.options.accumulate, "plan": lists.plan}
+                "scale": self._parts.scale.tensors.get(SCALE), "calls": self._parts.options.accumulate, "plan": lists.plan.json}
 
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""
@@ -342,8 +341,7 @@ class TrainingState:
 
     def drop_accumulated(self) -> None:
         """Forget accumulated gradients, and that a call failed: a state was loaded."""
-        for buffer in (*self.lists.buffers, *([] if self.means is None else [self.means])):
-            buffer.zero_()
+        clear_accumulated(self.lists.buffers, self.means)
         self._accumulates_means = self.mean_loss = None
         self.accumulated.clear()
         if self._kept_buffers is not None:

@@ -22,14 +22,15 @@ from ..distributed.agreement import check_alive
 from ..errors import NonFiniteError
 from ..graph.printing import count_text
 from ..host_memory import keep_freed_memory
-from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
+from .accumulation import clear_accumulated
 from .artifact_graphs import ArtifactGraphs
 from .averages import averaged_copies
 from .ema import EmaState
-from .function import StepInputs, apply_gradients
+from .function import apply_gradients
+from .inputs import StepInputs
 from .kept_buffers import KeptBuffers
 from .loss_scale import SCALE, SKIPS, LossScale
 from .model import StepModel, check_modules
@@ -208,10 +209,9 @@ class TrainStep:
                 return
             state.note_change()
             inputs = StepInputs(self.model, self.objective, **state.inputs())
-            inputs.plan = StepPlan.from_json(inputs.plan).of_calls(num_calls).to_json()
+            inputs.plan = lists.plan.of_calls(num_calls).json
             applied = apply_gradients(inputs, grads, weighted)
-            for buffer in (*lists.buffers, state.means):
-                buffer.zero_()
+            clear_accumulated(lists.buffers, state.means)
             self._note_applied(*applied)
         self._after_call(updated=True)
 
@@ -247,22 +247,6 @@ class TrainStep:
     def config(self) -> TransformConfig:
         """The options that `transform` has, too."""
         return self._parts.options.config
-
-    def trace_gradients(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
-        """Return the graph of loss and gradients for a batch, by other options, and its inputs; run nothing.
-
-        Args:
-            batch, named: by position and by keyword.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: as `capture`.
-        """
-        from .step_graphs import trace_gradients
-
-        parts = self._parts
-        params = trained_parameters(self.model, parts.objective_modules, parts.optimizers)
-        return trace_gradients(parts.step_model, self.objective, config, parts.groups, params, batch, named,
-                               scale=parts.scale.tensors.get(SCALE), calls=parts.options.accumulate)
 
     def __repr__(self) -> str:
         num_graphs = len(self.report.graphs)
@@ -412,3 +396,20 @@ def _graphs(parts: StepParts, state: TrainingState) -> CallGraphs:
     from .step_graphs import StepGraphs
 
     return StepGraphs(parts, state)
+
+
+def trace_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
+    """Return the graph of loss and gradients of a step for a batch, by other options, and its inputs; run nothing.
+
+    Args:
+        batch, named: by position and by keyword.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `step.capture`.
+    """
+    from . import step_graphs
+
+    parts = step._parts
+    params = trained_parameters(step.model, parts.objective_modules, parts.optimizers)
+    return step_graphs.trace_gradients(parts.step_model, step.objective, config, parts.groups, params, batch, named,
+                                       scale=parts.scale.tensors.get(SCALE), calls=parts.options.accumulate)

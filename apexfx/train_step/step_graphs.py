@@ -28,7 +28,8 @@ from ..report.data import Report
 from .artifact_recorder import ArtifactRecorder
 from .compiler import NotRun, StepCompiler
 from .errors import calls_backward, capture_errors
-from .function import NotCompiled, StepInputs, compiled_separately, run_accumulate, run_gradients, run_step
+from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step
+from .inputs import StepInputs
 from .model import StepModel, check_contexts, warn_of_eval_mode
 from .parts import StepParts
 from .state import TrainingState

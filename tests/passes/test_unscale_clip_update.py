@@ -28,7 +28,7 @@ def end_of_a_step(gradient, writes=False, plan=PLAN):
         writes: whether the graph writes that input then.
     """
     def run(w, x, lr):
-        found_inf, norm, kept = torch.ops.apexfx.apply_gradients([w], [gradient(w, x)], [], [lr], plan.to_json())
+        found_inf, norm, kept = torch.ops.apexfx.apply_gradients([w], [gradient(w, x)], [], [lr], plan.json)
         if writes:
             torch.ops.aten.add_.Tensor(x, 1.0)
         return found_inf, norm, w * 2.0, *kept

@@ -296,7 +296,7 @@ def test_updates_go_early_all_the_same():
 
 def test_a_plan_has_it_where_it_is_asked_for():
     plan = StepPlan(ema=EmaRow(3, 0.9, (1, 4)))
-    assert StepPlan.from_json(plan.to_json()) == plan and "ema" not in StepPlan().to_json()
+    assert StepPlan.from_json(plan.json) == plan and "ema" not in StepPlan().json
 
 
 def test_what_is_refused():

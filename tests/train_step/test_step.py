@@ -281,7 +281,7 @@ def test_the_scale_is_that_of_an_automaton(num_seeds, length):
                 flat = draw.choice(grads).view(-1)
                 flat[draw.randrange(len(flat))] = draw.choice((math.inf, -math.inf, math.nan))
             automaton.step(finite)
-            torch.ops.apexfx.apply_gradients(params, grads, [], scalars, plan.to_json())
+            torch.ops.apexfx.apply_gradients(params, grads, [], scalars, plan.json)
             assert [scalars[1].item(), scalars[2].item(), *scalars[3].tolist()] == \
                 [automaton.scale, automaton.streak, automaton.skips, automaton.in_a_row], f"seed {seed}"
             assert all((p == automaton.updates).all() for p in params), f"seed {seed}"

@@ -1,0 +1,45 @@
+"""What a training step's function is called with beside the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass
+class StepInputs:
+    """The arguments that are the same for every batch.
+
+    Attributes:
+        model: the user's, traceable.
+        objective: `objective(model, *batch, **named)` -> the loss, or (loss, the rest).
+        params: what is trained.
+        buffers: the sums of the gradients of earlier calls, one for each of `params`; [] where no calls accumulate.
+        accumulated: for each of `buffers` whether it has a gradient.
+        means: the total and the count of the calls that have accumulated, float64, of a loss that is a `Mean`; None where no
+            calls accumulate.
+        states: the optimizer's state, masters included.
+        scalars: learning rates, counts of updates, the loss scale.
+        scale: of these, what the loss is multiplied with; None where nothing is.
+        calls: how many calls make up an update.
+        group: the name of the process group that gradients are averaged over, or None.
+        divisor: by how much that divides the sum of the ranks' gradients.
+        plan: a `StepPlan` as JSON.
+    """
+
+    model: nn.Module
+    objective: Callable[..., Any]
+    params: list[Tensor]
+    buffers: list[Tensor]
+    accumulated: list[bool]
+    means: Tensor | None
+    states: list[Tensor]
+    scalars: list[Tensor]
+    scale: Tensor | None
+    calls: int
+    group: str | None
+    divisor: int
+    plan: str
