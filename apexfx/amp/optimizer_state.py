@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch import foreach_add_, foreach_copy_, tensor_version
-from ..distributed.synchronizer import local_gradients
+from ..distributed.no_sync import local_gradients
 from ..precision.rules import HALVES
 from .models import MASTER
 from .scaler import LossScaler

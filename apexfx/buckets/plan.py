@@ -26,6 +26,7 @@ from ..config import HALVES, BucketConfig
 from ..graph.printing import count_text
 from . import ddp_layout
 from .bucket import Bucket, GradientSpec, Slot, dim_order, group_gradients
+from .divisors import divisors
 from .windows import Window
 
 FORMAT_VERSION = 1
@@ -208,14 +209,6 @@ def plan_buckets(specs: Sequence[GradientSpec], config: BucketConfig, world_size
         slots = [Slot(s.name, s.shape, 0, s.dim_order, s.shared_with) for s in members]
         buckets.append(bucket.with_slots(slots, packed=config.layout == "ddp"))
     return BucketPlan(tuple(buckets), world_size, config.layout, group_name)
-
-
-def divisors(config: BucketConfig, world_size: int) -> tuple[float, float]:
-    """Return what gradients are divided by before and after the sum over the ranks."""
-    predivide = float(config.gradient_predivide_factor)
-    if config.layout == "ddp" and predivide == 1.0 and config.gradient_average:
-        return float(world_size), 1.0  # DDP divides while it fills the buffer
-    return predivide, world_size / predivide if config.gradient_average else 1.0
 
 
 def default_message_size(numel: int) -> int:

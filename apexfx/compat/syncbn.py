@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops._arguments import accumulation
-from ..ops.batch_norm import bn_backward_elementwise, bn_backward_reduce, bn_local_stats, bn_normalize
+from ..ops.batch_norm_stages import bn_backward_elementwise, bn_backward_reduce, bn_local_stats, bn_normalize
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import fx
 
 from .._torch import PlainAOTInput, dynamo_source, set_grad_enabled, traced_constants, traced_value
 from ..graph.inputs import Placeholder
-from ..graph.nodes import MODULE_PATHS, OUTSIDE_OF_MODEL, graphs, set_value
+from ..graph.nodes import INPUT_NAMES, KIND, MODULE_PATHS, NAME, OTHER_NAMES, OUTSIDE_OF_MODEL, graphs, set_value
 from .model_index import ModelIndex, role, text_name
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
@@ -76,9 +76,9 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
         source = dynamo_source(node)
         traced = node.meta.get("example_value", example)  # whose dynamic sizes are symbols
         placeholder = _placeholder(position, source.name if source is not None else node.name, example, traced, index)
-        node.meta["apexfx_name"] = placeholder.name
-        node.meta["apexfx_kind"] = placeholder.kind
-        node.meta["apexfx_aliases"] = placeholder.aliases
+        node.meta[NAME] = placeholder.name
+        node.meta[KIND] = placeholder.kind
+        node.meta[OTHER_NAMES] = placeholder.aliases
         if "val" not in node.meta:
             set_value(node, example)
         placeholders.append(placeholder)
@@ -87,11 +87,11 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
 
 def name_inputs(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None:
     """Give the inputs of an AOTAutograd graph the names of those that they were captured as."""
-    gm.meta["apexfx_inputs"] = tuple(p.name for p in placeholders)
+    gm.meta[INPUT_NAMES] = tuple(p.name for p in placeholders)
     for node in gm.graph.find_nodes(op="placeholder"):
         desc = node.meta.get("desc")
         if isinstance(desc, PlainAOTInput):
-            node.meta["apexfx_name"], node.meta["apexfx_kind"] = placeholders[desc.idx].name, placeholders[desc.idx].kind
+            node.meta[NAME], node.meta[KIND] = placeholders[desc.idx].name, placeholders[desc.idx].kind
 
 
 def _placeholder(position: int, source: str, example: Any, traced: Any, index: ModelIndex) -> Placeholder:

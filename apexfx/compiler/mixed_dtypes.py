@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..graph.mutation import bodies
-from ..graph.nodes import op_name, source_line, value
+from ..graph.nodes import NAME, op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..precision.casts import dtype_of
 from ..precision.rules import lookup
@@ -59,4 +59,4 @@ def _message(node: fx.Node, suspect: torch.dtype) -> str:
 
 
 def _names(nodes: Sequence[fx.Node]) -> str:
-    return ", ".join(node.meta.get("apexfx_name", node.name) for node in nodes)
+    return ", ".join(node.meta.get(NAME, node.name) for node in nodes)

@@ -31,7 +31,7 @@ from ..graph.printing import first_names
 from ..graph.unused_gradients import GraphRun
 from .agreement import Agreement, Communication
 from .backward_callback import BackwardCallback
-from .synchronizer import SET_ASIDE, Synchronizer, local_gradients
+from .no_sync import SET_ASIDE, Synchronizer, local_gradients
 from .used_anywhere import UsedAnywhere
 
 log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .._torch import GradAOTOutput, PlainAOTInput
+from .nodes import NAME
 
 _IN_A_LOCAL = re.compile(r"^L\['\w+'\](?:\[[^\]]*\])*$")  # a local variable, or an item of one
 
@@ -96,7 +97,7 @@ def trained_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     """
     for parameter in node.args[0]:
         if parameter.op != "placeholder" or not isinstance(parameter.meta.get("desc"), PlainAOTInput):
-            written = [copy.args[0].meta.get("apexfx_name") for copy in gm.graph.find_nodes(
+            written = [copy.args[0].meta.get(NAME) for copy in gm.graph.find_nodes(
                 op="call_function", target=torch.ops.aten.copy_.default) if copy.args[1] is parameter]
             raise ValueError(f"apexfx: the forward or the loss writes parameter {written[0] if written else parameter.name!r} in "
                              "place, or a tensor that shares its memory, and a training step as one graph updates it at the end "

@@ -30,6 +30,11 @@ from .._torch import (
     tree_unflatten,
 )
 
+# Meta keys of an input: its name in the user's program; what it is, "param", "buffer", "state", "input" or "symint"; the
+# other names of a tensor that has several. Of a module: the names of all its inputs.
+NAME, KIND, OTHER_NAMES, INPUT_NAMES = "apexfx_name", "apexfx_kind", "apexfx_aliases", "apexfx_inputs"
+# Meta key of a cast that a pass has put in: its row of the ledger.
+CAST_ROW = "apexfx_cast"
 # Meta keys of a node of a Dynamo graph: every path of the module in which it was traced; where that is one of several, every path
 # of each.
 MODULE_PATHS = "apexfx_module_paths"

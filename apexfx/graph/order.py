@@ -20,7 +20,7 @@ from .._torch import OpOverload, below_functorch, storage_address, tree_leaves
 from ..errors import PassError
 from .collectives import is_collective, is_wait
 from .mutation import storages, written
-from .nodes import value
+from .nodes import NAME, value
 
 
 def aliases(node: fx.Node) -> bool:
@@ -179,4 +179,4 @@ def _check_sequence(was: Sequence[fx.Node], now: Sequence[fx.Node], what: str, p
 
 def _name(memory: int, graph: Sequence[NodeSnapshot]) -> str:
     node = next(row.node for row in graph if memory in row.memory)
-    return node.meta.get("apexfx_name", node.name)
+    return node.meta.get(NAME, node.name)

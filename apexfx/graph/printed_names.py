@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from .nodes import KIND, NAME
+
 _WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
 _FILE = re.compile(r"(^\s*# File: )(.+?)(?=:\d+ in )")
 _ALIAS = re.compile(r"\s*(\w+) = (\w+)")
@@ -33,7 +35,7 @@ def identifier(name: str) -> str:
 
 def users_name(node: fx.Node) -> str:
     """Return what printed code calls `node`, unless that name is taken."""
-    return identifier(node.meta["apexfx_name"]) if "apexfx_name" in node.meta else node.name
+    return identifier(node.meta[NAME]) if NAME in node.meta else node.name
 
 
 def in_users_names(source: str, graph: fx.Graph, input_names: Sequence[str] = ()) -> str:
@@ -41,7 +43,7 @@ def in_users_names(source: str, graph: fx.Graph, input_names: Sequence[str] = ()
 
     Args:
         source: as `graph.python_code` makes it.
-        graph: placeholders hold the user's names in `meta["apexfx_name"]`.
+        graph: placeholders hold the user's names in `meta[NAME]`.
         input_names: of the graph that Dynamo captured, in order; an AOTAutograd graph refers to them by number.
     """
     renamed = _renamed(graph)
@@ -62,14 +64,14 @@ def in_users_names(source: str, graph: fx.Graph, input_names: Sequence[str] = ()
 def _renamed(graph: fx.Graph) -> dict[str, str]:
     """Return {name in the code: the user's} for the placeholders; a name that another node has gets the kind behind it."""
     placeholders = graph.find_nodes(op="placeholder")
-    taken = {*_TAKEN, *keyword.kwlist, *(node.name for node in graph.nodes if "apexfx_name" not in node.meta)}
+    taken = {*_TAKEN, *keyword.kwlist, *(node.name for node in graph.nodes if NAME not in node.meta)}
     renamed = {}
     for node in placeholders:
-        if "apexfx_name" not in node.meta:
+        if NAME not in node.meta:
             continue
         name = users_name(node)
         if name in taken:
-            name += "_" + node.meta.get("apexfx_kind", "input")
+            name += "_" + node.meta.get(KIND, "input")
         while name in taken:
             name += "_"
         taken.add(name)

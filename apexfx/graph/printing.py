@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .._torch import FakeTensor
-from .nodes import graphs, op_name, value
+from .nodes import INPUT_NAMES, NAME, graphs, op_name, value
 from .printed_names import in_users_names
 
 _DTYPES = {
@@ -124,7 +124,7 @@ def _class(gm: fx.GraphModule, name: str, imports: dict[str, str]) -> str:
     lines = [f"class {name}(torch.nn.Module):"]
     if assignments:
         lines += ["    def __init__(self):", "        super().__init__()", *(f"        {line}" for line in assignments), ""]
-    source = in_users_names(code.src, gm.graph, gm.meta.get("apexfx_inputs", ()))
+    source = in_users_names(code.src, gm.graph, gm.meta.get(INPUT_NAMES, ()))
     lines.append(textwrap.indent(source.strip("\n").rstrip(), "    "))
     lines += ["\n" + textwrap.indent(inner.rstrip(), "    ") for inner in classes]
     return "\n".join(lines) + "\n"
@@ -186,7 +186,7 @@ def format_graph(gm: fx.GraphModule, only: str | None = None) -> str:
     for node in gm.graph.nodes:
         kind = describe_value(value(node))
         if node.op == "placeholder":
-            names[node] = "%" + node.meta.get("apexfx_name", node.name)
+            names[node] = "%" + node.meta.get(NAME, node.name)
             lines.append(f"in   {names[node]}: {kind}")
         elif node.op == "output":
             lines.append("out  " + argument(node.args[0]))

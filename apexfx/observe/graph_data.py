@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._torch import OpOverload
-from ..graph.nodes import module_path, op_name, source_line
+from ..graph.nodes import KIND, NAME, module_path, op_name, source_line
 
 NAMESPACES = frozenset(("aten", "prims", "apexfx", "_c10d_functional", "mkldnn", "quantized"))
 _FILES = frozenset(("aten::from_file", "aten::save"))  # reads and writes a file that it is given the name of
 _CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-_META = ("seq_nr", "apexfx_name", "apexfx_kind", "custom")
+_META = ("seq_nr", NAME, KIND, "custom")
 
 
 def to_data(gm: fx.GraphModule) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import tree_leaves
-from ..graph.nodes import module_path, op_name, source_line
+from ..graph.nodes import KIND, module_path, op_name, source_line
 
 BACKWARD = "apexfx_backward"  # marks nodes of a backward, in their meta["custom"]
 _NAN, _INF, _MINUS_INF = "nan", "inf", "-inf"
@@ -93,13 +93,13 @@ class NonFinite:
         """
         begin = self._backward.start if self._backward else 0
         origins = [origin for node, origin in self._origins.items()
-                   if node.op != "placeholder" and self._place[node] >= begin and origin.meta.get("apexfx_kind") != "state"]
+                   if node.op != "placeholder" and self._place[node] >= begin and origin.meta.get(KIND) != "state"]
         return self._finding(min(origins, key=self._place.__getitem__)) if origins else None
 
     def _meant(self, node: fx.Node) -> list[str]:
         """Return which infinities in the result of a node, none of whose inputs is to blame, are there to mask something."""
         if node.op == "placeholder":
-            return [] if node.meta.get("apexfx_kind") in ("param", "state") else [_MINUS_INF]
+            return [] if node.meta.get(KIND) in ("param", "state") else [_MINUS_INF]
         constants = [x for x in tree_leaves((node.args, node.kwargs)) if isinstance(x, float) and math.isinf(x)]
         return [*map(str, constants), *(kind for source in node.all_input_nodes for kind in self._masks.get(source, ()))]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ._batch_norm_arguments import check_backward, check_forward
 from ._batch_norm_gradients import composed_gradients
 from ._define import ANY_STRIDES, define
-from .batch_norm import (
+from .batch_norm_stages import (
     bn_backward_elementwise,
     bn_backward_reduce,
     bn_global_stats,

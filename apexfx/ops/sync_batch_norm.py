@@ -28,7 +28,7 @@ from ._arguments import check_tensor
 from ._batch_norm_arguments import check_eps, check_parameters, check_running_buffers
 from ._batch_norm_gradients import composed_gradients
 from ._define import LIBRARY
-from .batch_norm import (
+from .batch_norm_stages import (
     bn_backward_elementwise,
     bn_backward_reduce,
     bn_global_stats,

@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._torch import torch_ddp
 from ..buckets.ddp_layout import DEFAULT_CAP_MB
+from ..buckets.divisors import divisors
 from ..buckets.eager_reduce import reduce_gradients
 from ..buckets.flat_buffer import scaled
-from ..buckets.plan import divisors
 from ..compiler.refusals import check_whole
 from ..config import BucketConfig
 from ..distributed.backward_callback import BackwardCallback
-from ..distributed.synchronizer import SET_ASIDE, Synchronizer, local_gradients
+from ..distributed.no_sync import SET_ASIDE, Synchronizer, local_gradients
 from ..errors import UnsynchronizedGradientError
 from ..precision.rules import HALVES
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import set_grad_enabled
 from ..graph.mutation import bodies, storages, written
-from ..graph.nodes import value
+from ..graph.nodes import CAST_ROW, value
 from ..precision.casts import RemovedCast, dtype_of, is_inserted_cast, ledger_row, user_cast
 from ..precision.rules import FLOATS
 from ..report.records import Artifacts
@@ -57,7 +57,7 @@ class CancelCasts(Pass):
         self.erase(cast, why=f"{why}: {instead.meta.get('apexfx_name', instead.name)} serves", instead=instead)
 
     def erase(self, cast: fx.Node, *, why: str, instead: fx.Node | None = None) -> None:
-        row = cast.meta.get("apexfx_cast") or \
+        row = cast.meta.get(CAST_ROW) or \
             ledger_row(cast, cast.args[0], op="cast", rule="", reason="not made by precision")
         self.record(cast, f"{why}; {row.bytes} bytes saved")
         self.removed.append(RemovedCast(**vars(row), removed=why))

@@ -10,7 +10,7 @@ from torch import fx
 
 from .._torch import HigherOrderOperator, set_grad_enabled
 from ..graph.mutation import body_of, statistics, storages, written_storages
-from ..graph.nodes import OUTSIDE_OF_MODEL, argument, evaluate, set_value, value
+from ..graph.nodes import KIND, OUTSIDE_OF_MODEL, argument, evaluate, set_value, value
 from ..graph.op_names import canonical_name, is_foreign
 from ..precision.casts import dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
 from ..precision.policy import Policy, additive_mask
@@ -40,7 +40,7 @@ def cast_entries(
             continue
         if CAST not in _desired_by_users(placeholder, policy):
             continue
-        kind = placeholder.meta.get("apexfx_kind", "input").replace("param", "parameter")
+        kind = placeholder.meta.get(KIND, "input").replace("param", "parameter")
         cast = insert_cast(placeholder, target, before=first, like=placeholder, mode=mode)
         originals[cast] = placeholder
         _move_users(placeholder, cast, policy, mode, originals)

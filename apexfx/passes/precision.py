@@ -14,7 +14,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._torch import tree_leaves
 from ..config import OptLevel
 from ..graph.mutation import bodies
-from ..graph.nodes import fake_mode, module_paths, op_name, source_line, value
+from ..graph.nodes import CAST_ROW, KIND, NAME, fake_mode, module_paths, op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.printing import first_names
 from ..precision.casts import CastRow, dtype_of
@@ -117,7 +117,7 @@ class Precision(Pass):
     def add_row(self, cast: fx.Node, row: CastRow) -> None:
         """Put an inserted cast into the ledger."""
         self.rows.append(row)
-        cast.meta["apexfx_cast"] = row
+        cast.meta[CAST_ROW] = row
         self.record(cast, f"{row.op}: {row.tensor} {row.source_dtype} -> {row.target_dtype} ({row.rule})")
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:
@@ -155,8 +155,8 @@ def _left_alone(gm: fx.GraphModule, level: OptLevel) -> str:
     held: dict[torch.dtype, list[str]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         val = value(node)
-        if node.meta.get("apexfx_kind") in ("param", "buffer") and isinstance(val, Tensor):
-            held.setdefault(val.dtype, []).append(node.meta["apexfx_name"])
+        if node.meta.get(KIND) in ("param", "buffer") and isinstance(val, Tensor):
+            held.setdefault(val.dtype, []).append(node.meta[NAME])
     total, texts = sum(map(len, held.values())), []
     for dtype, names in held.items():
         if dtype == torch.float64 and level.casts or dtype.is_complex and level.cast_model:

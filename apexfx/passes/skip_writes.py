@@ -11,7 +11,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..errors import PassError
 from ..graph.mutation import storages, written
-from ..graph.nodes import call, fake_mode, value
+from ..graph.nodes import KIND, call, fake_mode, value
 from .base import Pass
 from .unscale_clip_update import SKIP
 
@@ -37,7 +37,7 @@ class SkipWrites(Pass):
         skip = next((node for node in gm.graph.nodes if node.meta.get(SKIP)), None)
         if skip is None:
             return PassResult(gm, False)
-        inputs = [node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("apexfx_kind") != "state"]
+        inputs = [node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get(KIND) != "state"]
         memory = frozenset().union(*(storages(value(node)) for node in inputs))
         before = itertools.takewhile(lambda node: node is not skip, gm.graph.nodes)
         writes = [node for node in before if any(storages(value(source)) & memory for source in written(node))]

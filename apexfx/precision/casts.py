@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..graph.nodes import RULE, call, module_path, size_hint, source_line, value
+from ..graph.nodes import NAME, RULE, call, module_path, size_hint, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.printed_names import users_name
 from ..graph.printing import short_dtype
@@ -108,6 +108,6 @@ def ledger_row(cast: fx.Node, tensor: fx.Node, *, op: str, rule: str, reason: st
     return CastRow(
         node=f"{body}.{cast.name}" if body else cast.name, op=op, rule=rule, reason=reason,
         source_dtype=short_dtype(source.dtype), target_dtype=short_dtype(target.dtype),
-        bytes=num_bytes(source, target.dtype), tensor=tensor.meta.get("apexfx_name", tensor.name),
+        bytes=num_bytes(source, target.dtype), tensor=tensor.meta.get(NAME, tensor.name),
         module=module_path(cast), source=source_line(cast),
     )  # fmt: skip

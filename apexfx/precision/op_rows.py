@@ -11,7 +11,19 @@ from torch import Tensor, fx
 
 from .._torch import tree_leaves
 from ..graph.mutation import body_of, named_bodies
-from ..graph.nodes import OUTSIDE_OF_MODEL, RULE, module_path, module_paths, op_name, source_line, value
+from ..graph.nodes import (
+    CAST_ROW,
+    KIND,
+    NAME,
+    OTHER_NAMES,
+    OUTSIDE_OF_MODEL,
+    RULE,
+    module_path,
+    module_paths,
+    op_name,
+    source_line,
+    value,
+)
 from ..graph.op_names import canonical_name
 from ..graph.printing import short_dtype, size_text
 from .casts import CastRow, dtype_of, is_inserted_cast
@@ -173,23 +185,23 @@ def _operand(source: fx.Node) -> Operand:
     """Describe an argument, a cast that was made for its op alone as what was cast."""
     row = _cast_row(source)
     origin = source.args[0] if row is not None else source
-    names = {"name": _name(origin), "aliases": tuple(origin.meta.get("apexfx_aliases", ()))}
+    names = {"name": _name(origin), "aliases": tuple(origin.meta.get(OTHER_NAMES, ()))}
     if row is None or row.rule == "model":  # cast where it enters the graph, for all ops
         return Operand(**names, dtype=short_dtype(dtype_of(source)))
     return Operand(**names, dtype=row.target_dtype, cast_from=row.source_dtype, cast_bytes=row.bytes)
 
 
 def _cast_row(node: fx.Node) -> CastRow | None:
-    return node.meta.get("apexfx_cast") if is_inserted_cast(node) else None
+    return node.meta.get(CAST_ROW) if is_inserted_cast(node) else None
 
 
 def _name(node: fx.Node) -> str:
-    return str(node.meta.get("apexfx_name", node.name))
+    return str(node.meta.get(NAME, node.name))
 
 
 def _is_parameter(node: fx.Node) -> bool:
     source = node.args[0] if is_inserted_cast(node) else node
-    return source.meta.get("apexfx_kind") == "param"
+    return source.meta.get(KIND) == "param"
 
 
 def _producer(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from torch import fx
 from .._torch import tree_leaves
 from ..config import OptLevel
 from ..graph.mutation import body_of
-from ..graph.nodes import OUTSIDE_OF_MODEL, argument, module_paths, op_name
+from ..graph.nodes import KIND, NAME, OTHER_NAMES, OUTSIDE_OF_MODEL, argument, module_paths, op_name
 from ..graph.op_names import canonical_name
 from . import argument_marks
 from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, lookup
@@ -250,8 +250,8 @@ def covers(key: str, path: str) -> bool:
 def _owners_elsewhere(node: fx.Node) -> Iterator[tuple[str, ...]]:
     """Yield the paths of the modules that hold the parameters given to `node`, where it was traced in none of them."""
     for source in node.all_input_nodes:
-        if source.meta.get("apexfx_kind") == "param":
-            names = (source.meta["apexfx_name"], *source.meta.get("apexfx_aliases", ()))
+        if source.meta.get(KIND) == "param":
+            names = (source.meta[NAME], *source.meta.get(OTHER_NAMES, ()))
             owners = tuple(name.rpartition(".")[0] for name in names)
             if not any(not owner or f"{path}.".startswith(f"{owner}.") for owner in owners for path in module_paths(node)):
                 yield owners

@@ -14,15 +14,15 @@ from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
 from . import records
 from .cast_ledger import Cast, CastLedger, remove_cast
-from .changes import ReportDiff, compare
-from .diff import unified
 from .html import report_page
 from .measure import measure
 from .memory import MemoryTimeline
 from .ops import Explanation, Op, OpTable, explain
 from .profile import Profile
 from .records import GraphReport, Match, PassReport, StageReport, runs
+from .report_diff import ReportDiff, compare
 from .text import places, report_text
+from .text_diff import unified
 
 log = logging.getLogger(__name__)
 

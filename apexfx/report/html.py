@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
-from .diff import opcodes
 from .memory import MemoryTimeline
 from .node_numbers import Place, errors_of, kernels_of, rows_at
 from .ops import Explanation
 from .profile import KernelTime, Profile, row_name
 from .records import GraphReport, StageReport
 from .text import ops_text, options_text, places, remarks
+from .text_diff import opcodes
 
 if TYPE_CHECKING:
     from .data import Report

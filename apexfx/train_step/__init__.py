@@ -8,7 +8,7 @@ reads and writes besides its batch), `function` (what Dynamo traces), `mean` (lo
 `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps` (where that began, and bundles that
 run it again), `replicas` (whether the ranks still train one model); `ema` (averages of the parameters); `errors` and `wrong_call`
 (what a user is told); `artifact_graphs` (a compiled step in a file: `artifact`,
-`artifact_recorder`, `python_facts`, `stored_code`, `artifact_file`).
+`artifact_recorder`, `guard_facts`, `stored_code`, `artifact_file`).
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ from ..graph.shared_memory import MemoryCheck
 from ..observe.bundle import processor_name
 from ..report.records import GraphReport
 from .function import run_accumulate, run_step
+from .guard_facts import Facts, Scope, Values, first_difference
 from .inputs import StepInputs
 from .leaves import check_leaf
 from .optimizer_state import same_tensors
 from .parts import StepParts
-from .python_facts import Facts, Scope, Values, first_difference
 from .state import StepLists
 from .stored_code import StoredCode
 

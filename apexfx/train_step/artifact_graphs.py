@@ -14,9 +14,9 @@ from ..compiler.cache import pass_digest
 from . import artifact_file
 from .artifact import Batch, StoredCall, Watch, call_key, differing, mismatch, program_facts, scope_of
 from .artifact_recorder import ArtifactRecorder
+from .guard_facts import NotComparable
 from .model import check_contexts, warn_of_eval_mode
 from .parts import StepParts
-from .python_facts import NotComparable
 from .state import StepLists, TrainingState
 
 if TYPE_CHECKING:

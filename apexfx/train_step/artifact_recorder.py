@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from .._torch import process_state, registries, tree_flatten
 from ..graph.nodes import graphs
 from .artifact import BATCH, SINGLE, Batch, call_key, roots_of, scope_of, texts
+from .guard_facts import Facts, NotComparable, Scope, is_plain, row_of_write, rows_of
 from .parts import StepParts
-from .python_facts import Facts, NotComparable, Scope, is_plain, row_of_write, rows_of
 from .stored_code import stored
 
 _LISTS = ("params", "buffers", "states", "scalars")  # of `StepInputs`

@@ -29,7 +29,7 @@ from ..distributed.agreement import Agreement, Communication, explained
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written, written_storages
-from ..graph.nodes import PASS, value
+from ..graph.nodes import NAME, PASS, value
 from ..graph.shared_memory import MemoryCheck
 from ..observe.non_finite import BACKWARD
 from ..precision.call_casts import check_unwritten
@@ -127,7 +127,7 @@ class StepCompiler:
         # What the end of the step applies.
         params, grads, updated = _applied(gm)
         present = [gradient is not None for gradient in grads]
-        collectives = self._collectives(graph, [p.meta["apexfx_name"] for p, here in zip(params, present) if here])
+        collectives = self._collectives(graph, [p.meta[NAME] for p, here in zip(params, present) if here])
         agreement = self.agreement if collectives else None
         communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.index.mode)
 
@@ -229,7 +229,7 @@ class StepCompiler:
             while isinstance(node, fx.Node) and is_inserted_cast(node):
                 node = node.args[0]
             of = grad.args[1][node.args[1]] if isinstance(node, fx.Node) and grad in node.args else None
-            outputs.append(of.meta["apexfx_name"] if of is not None else "")
+            outputs.append(of.meta[NAME] if of is not None else "")
         mark_ops(gm)
         grad.target = _traced_gradients
         gm.recompile()
@@ -261,7 +261,7 @@ def _applied(gm: fx.GraphModule) -> tuple[Sequence[fx.Node], Sequence[fx.Node | 
     params, grads, states, scalars = node.args[:4]
     for p, gradient in zip(params, grads):
         if gradient is not None and value(gradient).layout != torch.strided:
-            raise sparse_gradient(p.meta["apexfx_name"])
+            raise sparse_gradient(p.meta[NAME])
     updated = {*params, *states, *scalars}
     return params, grads, [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p in updated]
 
@@ -317,7 +317,7 @@ class StepPasses(BackwardPasses):
         node = apply_node(gm)
         if node is None:
             return
-        lost = [parameter.meta.get("apexfx_name", parameter.name)
+        lost = [parameter.meta.get(NAME, parameter.name)
                 for parameter, before, gradient in zip(node.args[0], self._present, node.args[1]) if before and gradient is None]
         if lost:
             names = f"{', '.join(lost[:3])}{', ...' if lost[3:] else ''}"
@@ -328,7 +328,7 @@ class StepPasses(BackwardPasses):
 def _mark_sums(gm: fx.GraphModule) -> None:
     """Note on sums of a parameter's gradients of earlier calls and this one that the step has put them in."""
     for accumulated in gm.graph.find_nodes(op="placeholder"):
-        for add in accumulated.users if str(accumulated.meta.get("apexfx_name")).endswith(ACCUMULATED) else ():
+        for add in accumulated.users if str(accumulated.meta.get(NAME)).endswith(ACCUMULATED) else ():
             if add.target is torch.ops.aten.add.Tensor:
                 add.meta[PASS] = "train_step"
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._torch import tensor_version, tree_leaves, tree_map
 from ..compiler.traced import Traced
+from ..graph.nodes import KIND, NAME
 from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
@@ -90,7 +91,7 @@ def graph_of(graphs: CallGraphs, call: LastCall, *, scale_factor: float) -> tupl
     traced = graphs.trace(call.batch, call.named)
     inputs = [bundle.exact_copy(x) if isinstance(x, Tensor) else x for x in traced.inputs]
     for node, copied in zip(traced.gm.graph.find_nodes(op="placeholder"), inputs):
-        if (node.meta.get("apexfx_kind"), node.meta.get("apexfx_name")) == ("state", SCALE):
+        if (node.meta.get(KIND), node.meta.get(NAME)) == ("state", SCALE):
             copied.mul_(scale_factor)
     return traced, inputs
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._torch import load_kernel
-from .python_facts import NotComparable
+from .guard_facts import NotComparable
 
 _NOT_NEEDED = ("get_args", "benchmark_compiled_module")
 _COMPILES = "async_compile"

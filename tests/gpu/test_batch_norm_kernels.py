@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from apexfx.ops.batch_norm import bn_backward_elementwise, bn_normalize
+from apexfx.ops.batch_norm_stages import bn_backward_elementwise, bn_normalize
 from apexfx.ops.sync_batch_norm import sync_batch_norm
 from apexfx.testing import assert_close
 from tests.ops.test_batch_norm import DTYPES, LAYOUTS, SHAPES, check_kernels, draw

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from apexfx.ops import batch_norm
-from apexfx.ops.batch_norm import (
+from apexfx.ops import batch_norm_stages
+from apexfx.ops.batch_norm_stages import (
     bn_backward_elementwise,
     bn_backward_reduce,
     bn_global_stats,
@@ -98,22 +98,23 @@ def test_pieces_equal_float64(shape, dtype, layout):
 def calls(shape, dtype, layout, device):
     """Yield (op, reference, arguments) on `device`."""
     x, grad, residual, weight, bias = draw(shape, dtype, layout, device=device)
-    stats = batch_norm.bn_local_stats.reference(x)
-    mean, invstd = batch_norm.bn_global_stats.reference(stats, 1e-5)
+    stats = batch_norm_stages.bn_local_stats.reference(x)
+    mean, invstd = batch_norm_stages.bn_global_stats.reference(stats, 1e-5)
     half_weight, half_bias = weight.half(), bias.bfloat16()
     running = torch.rand_like(weight), torch.rand_like(weight).half()
-    sums = batch_norm.bn_backward_reduce.reference(grad, x, mean, invstd, weight, bias, True)
-    yield OPS.bn_local_stats, batch_norm.bn_local_stats.reference, (x,)
-    yield OPS.bn_global_stats, batch_norm.bn_global_stats.reference, (stats, 1e-5)
-    yield OPS.bn_running_stats, batch_norm.bn_running_stats.reference, (stats, *running, None, 0.1)
-    yield OPS.bn_running_stats, batch_norm.bn_running_stats.reference, (stats, *running, torch.tensor(3, device=device), None)
+    sums = batch_norm_stages.bn_backward_reduce.reference(grad, x, mean, invstd, weight, bias, True)
+    yield OPS.bn_local_stats, batch_norm_stages.bn_local_stats.reference, (x,)
+    yield OPS.bn_global_stats, batch_norm_stages.bn_global_stats.reference, (stats, 1e-5)
+    yield OPS.bn_running_stats, batch_norm_stages.bn_running_stats.reference, (stats, *running, None, 0.1)
+    of_three = (stats, *running, torch.tensor(3, device=device), None)
+    yield OPS.bn_running_stats, batch_norm_stages.bn_running_stats.reference, of_three
     weights, biases = (weight, half_weight, None), (half_bias, None)
     for w, b, z, relu in itertools.product(weights, biases, (residual, None), (True, False)):
-        yield OPS.bn_normalize, batch_norm.bn_normalize.reference, (x, mean, invstd, w, b, z, relu)
+        yield OPS.bn_normalize, batch_norm_stages.bn_normalize.reference, (x, mean, invstd, w, b, z, relu)
     for w, b, relu in ((weight, bias, True), (weight, half_bias, False), (None, None, True)):
-        yield OPS.bn_backward_reduce, batch_norm.bn_backward_reduce.reference, (grad, x, mean, invstd, w, b, relu)
+        yield OPS.bn_backward_reduce, batch_norm_stages.bn_backward_reduce.reference, (grad, x, mean, invstd, w, b, relu)
         arguments = (grad, x, mean, invstd, sums, stats[:1], w, b, relu)
-        yield OPS.bn_backward_elementwise, batch_norm.bn_backward_elementwise.reference, arguments
+        yield OPS.bn_backward_elementwise, batch_norm_stages.bn_backward_elementwise.reference, arguments
 
 
 def check_kernels(shape, dtype, layout, device):

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from apexfx.ops import batch_norm, local_batch_norm, sync_batch_norm
+from apexfx.ops import batch_norm_stages, local_batch_norm, sync_batch_norm
 from tests import fresh_process
 from tests.ops.test_fuzz_list_ops import NAMED, random_value
 
 REFERENCES: dict[str, Callable[..., object]] = {
-    "bn_local_stats": batch_norm.bn_local_stats.reference,
-    "bn_global_stats": batch_norm.bn_global_stats.reference,
-    "bn_running_stats": batch_norm.bn_running_stats.reference,
-    "bn_normalize": batch_norm.bn_normalize.reference,
-    "bn_backward_reduce": batch_norm.bn_backward_reduce.reference,
-    "bn_backward_elementwise": batch_norm.bn_backward_elementwise.reference,
-    "bn_relu_backward": batch_norm.bn_relu_backward.reference,
+    "bn_local_stats": batch_norm_stages.bn_local_stats.reference,
+    "bn_global_stats": batch_norm_stages.bn_global_stats.reference,
+    "bn_running_stats": batch_norm_stages.bn_running_stats.reference,
+    "bn_normalize": batch_norm_stages.bn_normalize.reference,
+    "bn_backward_reduce": batch_norm_stages.bn_backward_reduce.reference,
+    "bn_backward_elementwise": batch_norm_stages.bn_backward_elementwise.reference,
+    "bn_relu_backward": batch_norm_stages.bn_relu_backward.reference,
     "bn_forward": local_batch_norm.bn_forward.reference,
     "bn_backward": local_batch_norm.bn_backward.reference,
     "sync_batch_norm": sync_batch_norm._sync_batch_norm,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from apexfx.ops.batch_norm import (
+from apexfx.ops.batch_norm_stages import (
     bn_backward_elementwise,
     bn_backward_reduce,
     bn_global_stats,

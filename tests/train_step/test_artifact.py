@@ -20,7 +20,7 @@ from apexfx.__main__ import main
 from apexfx._torch import tensor_check, tree_flatten
 from apexfx.train_step import artifact_file
 from apexfx.train_step.artifact import Batch, Watch
-from apexfx.train_step.python_facts import Facts, NotComparable, Scope, Values, code_digest, row_of_write
+from apexfx.train_step.guard_facts import Facts, NotComparable, Scope, Values, code_digest, row_of_write
 from tests import fresh_process
 from tests.distributed.launch import run_ranks
 

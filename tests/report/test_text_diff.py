@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apexfx.report.diff import opcodes, unified
+from apexfx.report.text_diff import opcodes, unified
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "d", "e", ""]), max_size=30)
 
