@@ -348,12 +348,9 @@ def functorch_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def fsdp_managed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
-    """Return the name of the first module on or around which FSDP1 or FSDP2 was put, itself no wrapper, or None."""
-    for name, module in modules:
-        if "_is_fsdp_managed_module" in module.__dict__:
-            return name
-    return None
+def fsdp_managed(modules: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
+    """Return the first module on or around which FSDP1 or FSDP2 was put, itself no wrapper, or None."""
+    return next((module for module in modules if "_is_fsdp_managed_module" in module.__dict__), None)
 
 
 def dynamo_source(placeholder: torch.fx.Node) -> object | None:
@@ -499,10 +496,10 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def module_hooks(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[object, ...]]:
+def module_hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[object, ...]]:
     """Return what tells whether the hooks of modules, around forward and backward, are the same as before."""
-    return [(name, *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks)
-            for name, module in modules
+    return [(*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks)
+            for module in modules
             if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks]
 
 

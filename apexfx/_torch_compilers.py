@@ -5,15 +5,15 @@ Importing them takes longer than importing torch, so that what `import apexfx` i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
-import logging
 import re
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,22 +56,6 @@ from ._torch import (
     innermost_backend,
     traced_expression,
 )
-
-
-class _NoMetricsError(logging.Filter):
-    """Drops the error that 2.11 logs where a set of functions is in Dynamo's configuration: its metrics sort every set."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.exc_info is None or "not supported between instances of" not in str(record.exc_info[1])
-
-
-_no_metrics_error = _NoMetricsError()
-
-
-def patched_dynamo(settings: Mapping[str, Any]) -> Any:
-    """Return a context with these settings of Dynamo, which may be entered again and again; sets among them are taken."""
-    logging.getLogger("torch._dynamo.metrics_context").addFilter(_no_metrics_error)  # once, however often it is added
-    return dynamo_config.patch(dict(settings))
 
 
 def graph_breaks_so_far() -> tuple[int, float]:
@@ -148,7 +132,8 @@ def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
 
 
 @functools.cache
-def keep_order_of_writes() -> None:
+@contextlib.contextmanager
+def keep_order_of_writes() -> Iterator[None]:
     """Have a loop of Inductor's that takes the ranges of another, to be fused with it, come after the writes that it reads still.
 
     Torch (2.13, CPU) forgets which they are: of a buffer that a scatter writes the loop may read the zeros that it begins with.
@@ -161,6 +146,10 @@ def keep_order_of_writes() -> None:
         self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
     SchedulerNode.recompute_size_and_body = recompute_and_rename
+    try:
+        yield
+    finally:
+        SchedulerNode.recompute_size_and_body = recompute
 
 
 def compilations() -> list[Compilation]:

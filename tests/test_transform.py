@@ -126,6 +126,11 @@ def test_hooks_on_submodules_fire_whenever_they_are_put_on():
     assert_close(model(x), source(x), dtype=torch.float32)
     assert_close(model(x), first, dtype=torch.float32)
     assert len(seen) == 15
+    model[1] = nn.Tanh()
+    model(x)
+    model[1].register_forward_hook(lambda m, args, out: seen.append(type(m).__name__))
+    assert_close(model(x), source(x), dtype=torch.float32)
+    assert seen[15:] == ["Linear", "Linear", "Tanh", "Linear", "Tanh"]
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
@@ -261,7 +266,9 @@ def test_half_inputs(opt_level, given):
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 def test_the_report_of_a_float16_model_says_that_its_loss_is_to_be_scaled(opt_level, half):
-    said = str(transformed(Net(), opt_level=opt_level, dtype=half).report)
+    model = transformed(Net(), opt_level=opt_level, dtype=half)
+    model(images())
+    said = str(model.report)
     assert ("scale its loss" in said) == (half == torch.float16 and opt_level != "O0")
 
 

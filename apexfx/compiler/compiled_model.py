@@ -37,7 +37,7 @@ from .private_code import with_own_code, with_private_code
 from .recompiles import limit_hit
 from .refusals import check_call, untraceable
 from .rewritten_graph import WeakBackend
-from .traceable import TraceableClasses
+from .traceable import TraceableClasses, all_modules
 
 # Dynamo's silent ways to leave a frame to eager, closed: RNN modules are traced, a module that counts its calls is not
 # compiled for every count, the recompile limit raises. Numbers and shapes read from data are a part of a graph, as in a step that
@@ -46,10 +46,6 @@ _DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_o
            "capture_dynamic_output_shape_ops": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True}
 _BREAKS_AT_DATA = {**_DYNAMO, "capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
-
-_FLOAT16 = ("apexfx: the model computes in float16, where gradients below 6e-8 are zero; scale its loss by torch.amp.GradScaler "
-            "or apexfx.amp.scale_loss(), or train by apexfx.train_step() (docs/float16.md)")
-
 
 # An outer torch.compile goes around the call of a transformed model, and would compile these instead.
 _cast_call = torch.compiler.disable(lambda args, kwargs, cast: CastCall(args, kwargs, cast))
@@ -105,24 +101,22 @@ class CompiledModel:
         self._hooks: list[tuple[object, ...]] = []
         self._settings = _BREAKS_AT_DATA if in_step else _DYNAMO  # in pieces, nothing is one graph
         self._patch = dynamo_config.patch(self._settings)
-        self._submodules = [(name, module) for name, module in model.named_modules() if module is not model]
-        self._half = config.half_dtype(p.device for p in model.parameters())
+        half = config.half_dtype(p.device for p in model.parameters())
         half_parameters = config.level.half_parameters
-        self._input_cast = Cast(self._half if half_parameters else torch.float32, only=(torch.float32, *HALVES))
-        self._output_cast = Cast(torch.float32, only=(self._half,)) if half_parameters else None
-        if config.level.casts and self._half == torch.float16 and not in_step:
-            self.report.note(_FLOAT16)
+        self._input_cast = Cast(half if half_parameters else torch.float32, only=(torch.float32, *HALVES))
+        self._output_cast = Cast(torch.float32, only=(half,)) if half_parameters else None
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=WeakBackend(compiler), fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
 
     @dynamo_skip  # under an outer torch.compile
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_call(model, self._submodules)
+        modules = all_modules(model)
+        check_call(model, modules)
         check_alive(self.compiler.groups.user)
         if self._first_graph < 0:
             self._first_graph = len(self.report.graphs)
-        self._look_for_hooks()
+        self._look_for_hooks(modules[1:])
         sync, trains = self.compiler.gradient_sync, model.training
         if sync is not None and torch.is_grad_enabled() and not self._capturing:
             for name, parameter in model.named_parameters():  # unfrozen, replaced or added since; in no graph, maybe
@@ -188,12 +182,12 @@ class CompiledModel:
 
         handles += [edge.node.register_prehook(on_gradient) for edge in edges]
 
-    def _look_for_hooks(self) -> None:
+    def _look_for_hooks(self, submodules: Sequence[nn.Module]) -> None:
         """Compile anew where hooks were put on submodules, or removed, since the last call.
 
         Dynamo's guards of hooks cost a fifth of the time of a call (100 small layers), and few models need them.
         """
-        hooks = module_hooks(self._submodules)
+        hooks = module_hooks(submodules)
         if self._checked and hooks != self._hooks:
             self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
             if self.compiler.gradient_sync is not None:
@@ -235,7 +229,7 @@ class CompiledModel:
         captured = len(self.report.graphs) > self._first_graph
         if breaks and captured:
             note_breaks(self.report, f" {count_text(len(breaks), 'time')}: {shown(breaks)}", loses=self._asks_for_passes(model))
-        obstacles = untraceable(self._submodules)
+        obstacles = untraceable(model)
         if not captured:
             advice = "" if self._in_step else ", and fullgraph=True raises at the place"
             message = "; ".join([

@@ -29,6 +29,9 @@ from .process_groups import Groups
 from .refusals import HOOKS_CHANGED, check_not_in_ddp
 from .rewritten_graph import numeric_options, read_inputs, rewrite
 
+_FLOAT16 = ("apexfx: the model computes in float16, where gradients below 6e-8 are zero; scale its loss by torch.amp.GradScaler "
+            "or apexfx.amp.scale_loss(), or train by apexfx.train_step() (docs/float16.md)")
+
 
 class GraphCompiler:
     """Compiles every graph Dynamo captures for one model: the callable that `torch.compile` is given.
@@ -41,6 +44,7 @@ class GraphCompiler:
         agreement: among the ranks of a data-parallel or synchronized model; None otherwise.
         reduce_gradients: False compiles the variant without allreduce nodes, for local accumulation.
         index: of the model's names.
+        scales_loss: whether whoever runs the graphs scales the loss, where they compute in float16.
 
     Attributes:
         compiled: graphs, while Dynamo has what runs them.
@@ -56,6 +60,7 @@ class GraphCompiler:
         agreement: Agreement | None = None,
         reduce_gradients: bool = True,
         index: ModelIndex | None = None,
+        scales_loss: bool = False,
     ) -> None:
         self.config = config
         self.report = report
@@ -64,6 +69,7 @@ class GraphCompiler:
         self.agreement = agreement
         self.reduce_gradients = reduce_gradients
         self.index = index if index is not None else ModelIndex()
+        self.scales_loss = scales_loss
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -74,6 +80,9 @@ class GraphCompiler:
         if self.groups.gradients is not None and trains:
             self._refuse_unregistered(gm, placeholders, example_inputs)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
+        if trains and not self.scales_loss and self.config.level.casts \
+                and self.config.half_dtype(context.devices) == torch.float16:
+            self.report.note(_FLOAT16)
         if trains and self.config.inner != "eager":
             _clone_detached_outputs(gm)
         touched = written_storages(gm)

@@ -26,9 +26,6 @@ from .cache import compiled_by_one_rank
 
 aten = torch.ops.aten
 
-lowerings.register()
-keep_order_of_writes()
-
 
 def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
     """Keep AOTAutograd off oneDNN's LSTM layer, whose backward it cannot save for (2.11, 2.13: AssertionError)."""
@@ -37,6 +34,7 @@ def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:
+    lowerings.register()
     # Ranks wait for the code of one where all get the same, and Inductor, which may be set to compare them, talks to none.
     is_shared = not (patches or changed_inductor_settings()) and not any(
         isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
@@ -66,7 +64,8 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
         _save_before_writes(gm)
     _keep_keywords(gm)
     key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared and backward.key else None
-    with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), compiled_by_one_rank(key):
+    with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), keep_order_of_writes(), \
+            compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
     if options.get("is_backward") or backward.is_train_step:
         backward.keep(cache_entry(compiled))

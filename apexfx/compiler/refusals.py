@@ -45,7 +45,7 @@ HOOKS_CHANGED = ("apexfx: since a graph of the model was captured, which holds t
 
 def check_whole(model: nn.Module) -> None:
     """Refuse a model with parameters that are elsewhere in part, or have no shape yet."""
-    check_not_sharded(model.named_modules())
+    check_not_sharded(model, model.modules())
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             if is_dtensor(tensor):
@@ -130,12 +130,12 @@ def _check_functions(gm: fx.GraphModule) -> None:
                              "function under @torch.compiler.disable")
 
 
-def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) -> None:
+def check_call(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Refuse, at a call of a transformed model, what was done to it since: cheap enough for every call.
 
     Args:
         model: what was called.
-        submodules: those below it, by name.
+        modules: the model, and those below it.
     """
     from .._torch_compilers import backend_around
 
@@ -150,16 +150,16 @@ def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) ->
     if is_apex(backend_around()):
         raise ValueError("apexfx: the model in torch.compile(backend='apex') is transformed already, so its options would not "
                          "reach it; compile the module that it was made from, or call the transformed model as it is")
-    check_not_sharded([("", model)])
-    check_not_sharded(submodules)
+    check_not_sharded(model, modules)
 
 
-def untraceable(submodules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Say, of what was done to submodules, what keeps Dynamo from tracing them, and what to do instead."""
+def untraceable(model: nn.Module) -> list[str]:
+    """Say, of what was done to the modules below a model, what keeps Dynamo from tracing them, and what to do instead."""
     everywhere = ["a hook is registered on all modules (torch.nn.modules.module.register_module_...), and Dynamo traces none "
                   "that runs in the backward"] if global_module_hooks() else []
     return everywhere + [f"submodule {name!r} has a backward hook, which Dynamo does not trace: register it on the transformed "
-                         "model itself, or hooks on parameters" for name, module in submodules if has_backward_hooks(module)]
+                         "model itself, or hooks on parameters" for name, module in model.named_modules()
+                         if name and has_backward_hooks(module)]
 
 
 def check_not_in_ddp() -> None:
@@ -182,7 +182,8 @@ def is_apex(backend: Any) -> bool:
     return getattr(backend, "compiler_name", None) == "apex"
 
 
-def check_not_sharded(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse modules, given by name, on or around which FSDP was put."""
-    if (name := fsdp_managed(modules)) is not None:
+def check_not_sharded(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Refuse a model of whose modules FSDP was put on or around one."""
+    if (sharded := fsdp_managed(modules)) is not None:
+        name = next(name for name, module in model.named_modules() if module is sharded)
         raise ValueError(f"apexfx: {f'submodule {name!r}' if name else 'the model'} is sharded by FSDP. {_WHOLE}")

@@ -138,7 +138,8 @@ class _CompiledForward:
         config, groups = parts.options.config, copy.copy(parts.groups)
         groups.gradients = None  # they are averaged after the backward
         self._config = dataclasses.replace(config, ddp=False, process_group=config.process_group if config.sync_bn else None)
-        self._compiler = GraphCompiler(self._config, report=parts.report, groups=groups, agreement=parts.agreement)
+        self._compiler = GraphCompiler(self._config, report=parts.report, groups=groups, agreement=parts.agreement,
+                                       scales_loss=True)
         self._compiled: CompiledModel | None = None
         self._own_forward: Callable[..., Any] | None = None  # what a user has put in the place of the class's
         self.was_called = False

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import functorch_config, tensor_version
-from .._torch_compilers import dynamo_config, patched_dynamo, run_cached_graphs
+from .._torch_compilers import dynamo_config, run_cached_graphs
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
 from ..compiler.rewritten_graph import WeakBackend
@@ -71,7 +71,7 @@ class StepGraphs:
             memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None, recorder=recorder)
         self._last, self._earlier = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._settings = _dynamo_settings()
-        self._patch = patched_dynamo(self._settings)  # making one costs more than entering it
+        self._patch = dynamo_config.patch(self._settings)  # making one costs more than entering it
 
     def _variant(self, function: Callable[..., Any], **options: Any) -> _Variant:
         compiler = self._make_compiler(**options)
@@ -158,7 +158,8 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
         As a call of a step.
     """
     compiled = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
-    with contextlib.suppress(NotRun), patched_dynamo(_dynamo_settings()), torch.no_grad(), capture_errors(), model.traceable():
+    with contextlib.suppress(NotRun), dynamo_config.patch(_dynamo_settings()), torch.no_grad(), capture_errors(), \
+            model.traceable():
         compiled(inputs, batch, named)
     return compiler.traced
 
