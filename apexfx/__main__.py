@@ -234,7 +234,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def _artifact(arguments: argparse.Namespace) -> int:
     from .errors import ArtifactMismatch
-    from .train_step.artifact_file import summary
+    from .train_step.artifact.archive import summary
 
     try:
         print(summary(arguments.path))

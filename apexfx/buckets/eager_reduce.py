@@ -70,6 +70,26 @@ def sparse_message(name: str, grad: Tensor) -> str:
             "the embedding")
 
 
+def averaged_copies(names: Mapping[int, str], params: Sequence[Tensor], grads: Sequence[Tensor | None],
+                    config: BucketConfig | None, group: dist.ProcessGroup | None) -> list[Tensor | None]:
+    """Return the averages of gradients over the ranks, in buckets; None where no rank has a gradient.
+
+    Args:
+        names: of the parameters, by id.
+        group: None where nothing is averaged.
+    """
+    if group is None:
+        return list(grads)
+    # Copies, since autograd may hand out one gradient twice, or expanded.
+    copies = [g.clone(memory_format=torch.contiguous_format) if g is not None else None for g in grads]
+    named = {names.get(id(p), f"{place}"): p for place, p in enumerate(params)}  # no name: its module has been replaced
+    holders = {name: tensor.detach() for name, tensor in named.items()}
+    for holder, gradient in zip(holders.values(), copies):
+        holder.grad = gradient
+    reduce_gradients(holders, config, group)
+    return [holder.grad for holder in holders.values()]
+
+
 def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Average `tensors`, the same on every rank, over the ranks of `group` in place: one allreduce a dtype and device."""
     named = {str(index): t for index, t in enumerate(tensors)}

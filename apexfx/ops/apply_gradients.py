@@ -56,7 +56,7 @@ class SafeguardRow:
     Attributes:
         state: index among the scalars of a float64 vector of four: how many steps were judged, the running average of the norm,
             how many norms are in it, and how many calls there were.
-        log: index of a float64 matrix of which each row is a skipped step: see `optimizers/skip_decision.py`.
+        log: index of a float64 matrix of which each row is a skipped step: see `optimizers/safeguard_decision.py`.
         window: how many norms the running average is over, and how many are needed before one is a spike.
         spike_factor: a norm above so many times the average is a spike; None where none is.
         calls: how many have gathered the gradients.

@@ -19,7 +19,8 @@ from ..ops._define import LIBRARY
 from ..ops.apply_gradients import StepPlan, UpdateRow, norm_dtype, present_of
 from . import compositions
 from .ema_update import follow
-from .skip_decision import judge
+from .loss_scale import adapt_scale
+from .safeguard_decision import judge
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -121,7 +122,7 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         call(follow, *averages, scalars[row.counts], row.decay, verdict.skip)
     gradients = [_kept(g, inverse, clip, call) for g in present] if plan.keeps_gradients else []
     if plan.growth_tracker is not None:
-        _adapt_scale(plan, scale, scalars[plan.growth_tracker], verdict, call)
+        adapt_scale(plan, scale, scalars[plan.growth_tracker], verdict.found_inf, verdict.fault, call)
     if plan.skips is not None:
         _count_skips(scalars[plan.skips], verdict.fault, call)
     full = functools.partial(call, aten.full.default, [], dtype=torch.float32, device=_value(present[0]).device)
@@ -240,19 +241,6 @@ def clip_coefficient(norm: Any, max_grad_norm: float, epsilon: float, call: Call
     """Return what gradients of this norm are multiplied with, so that it is at most `max_grad_norm`."""
     inverse_norm = call(aten.reciprocal.default, call(aten.add.Tensor, norm, epsilon))
     return call(aten.clamp_max.default, call(aten.mul.Tensor, inverse_norm, max_grad_norm), 1.0)
-
-
-def _adapt_scale(plan: StepPlan, scale: Any, growth_tracker: Any, verdict: _Verdict, call: Callable[..., Any]) -> None:
-    """Let a dynamic scale grow or back off; a spike says nothing of it."""
-    may_be_spike = plan.safeguard is not None and plan.safeguard.spike_factor is not None
-    before = [(tensor, call(aten.clone.default, tensor)) for tensor in (scale, growth_tracker)] if may_be_spike else []
-    call(aten._amp_update_scale_.default, scale, growth_tracker, verdict.found_inf, plan.growth_factor, plan.backoff_factor,
-         plan.growth_interval)
-    if plan.max_scale is not None:
-        call(aten.copy_.default, scale, call(aten.clamp_max.default, scale, plan.max_scale))  # Inductor knows no clamp_max_
-    is_spike = call(aten.gt.Tensor, verdict.fault, verdict.found_inf) if before else None
-    for tensor, old in before:
-        call(aten.copy_.default, tensor, call(aten.where.self, is_spike, old, tensor))
 
 
 def _measured(grads: Sequence[Any], inverse: Any, of_each: bool, call: Callable[..., Any]) -> tuple[Any, Any, Any]:

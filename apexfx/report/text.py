@@ -52,7 +52,7 @@ def ops_text(added: Counter[str], removed: Counter[str]) -> str:
         common = Counter(ops).most_common()
         lines += [f"{sign} {number} {op}" for op, number in common[:_MAX_OPS]]
         if rest := common[_MAX_OPS:]:
-            lines.append(f"{sign} {sum(number for _, number in rest)} of {count_text(len(rest), 'other op')}")
+            lines.append(f"{sign} {sum(number for _, number in rest)} nodes of {count_text(len(rest), 'other op')}")
     return "\n".join(lines) or "-"
 
 

@@ -1,14 +1,13 @@
 """The whole training step as one graph: forward, loss, backward, allreduce, clipping, update and loss scale.
 
 Read `options`, `step` (what a user calls), `parts` (what it is made of), `checkpoint` (what is saved of it), `state` (what it
-reads and writes besides its batch), `function` (what Dynamo traces), `mean` (losses with a denominator of their own),
-`step_graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be). Beside them:
-`parameters`, `objective` and `leaves` (what is trained, and what is refused besides), `averages`, `optimizer_list` and
-`optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call), `loss_scale` and
-`safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps` (where that began, and bundles that
-run it again), `replicas` (whether the ranks still train one model); `ema` (averages of the parameters); `errors` and `wrong_call`
-(what a user is told); `artifact_graphs` (a compiled step in a file: `artifact`,
-`artifact_recorder`, `guard_facts`, `stored_code`, `artifact_file`).
+reads and writes besides its batch), `function` and its `inputs` (what Dynamo traces), `accumulation` (over several calls), `mean`
+(losses with a denominator of their own), `step_graphs` (how a call runs it), `compiler` (what becomes of the captured graph),
+`in_pieces` (what cannot be). Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides),
+`optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
+`loss_scale` and `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps` (where that began,
+and bundles that run it again), `replicas` (whether the ranks still train one model); `ema` (averages of the parameters);
+`errors` and `wrong_call` (what a user is told). The folder `artifact` is a compiled step in a file.
 """
 
 from __future__ import annotations

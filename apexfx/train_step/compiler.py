@@ -39,7 +39,7 @@ from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from .accumulation import ACCUMULATED
-from .artifact_recorder import ArtifactRecorder
+from .artifact.recorder import ArtifactRecorder
 from .derivatives import check_functions, compose_norms
 from .errors import calls_backward, sparse_gradient
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of

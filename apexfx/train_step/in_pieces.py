@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from .._torch import tensor_version, tree_leaves
 from .._torch_compilers import not_traced
+from ..buckets.eager_reduce import averaged_copies
 from ..compiler.compiled_model import CompiledModel, with_private_code
 from ..compiler.graph_compiler import GraphCompiler
 from ..compiler.refusals import COMPILES_ITSELF
 from ..distributed.agreement import explained
 from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated
-from .averages import averaged_copies
 from .errors import NotOneGraph, calls_backward, capture_errors, sparse_gradient, untrainable_loss
 from .function import apply_gradients, compute_gradients
 from .inputs import StepInputs

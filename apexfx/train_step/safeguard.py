@@ -16,7 +16,7 @@ from ..config import is_number
 from ..graph.printing import count_text
 from ..host_copy import HostCopy
 from ..ops.apply_gradients import SafeguardRow
-from ..optimizers.skip_decision import LOGGED, NOBODY, NOT_FINITE, new_state
+from ..optimizers.safeguard_decision import LOGGED, NOBODY, NOT_FINITE, new_state
 from .loss_scale import SKIPS
 
 log = logging.getLogger(__name__)

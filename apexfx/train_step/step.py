@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import passes
+from ..buckets.eager_reduce import averaged_copies
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups, averaged_over_none
@@ -26,8 +27,7 @@ from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
 from .accumulation import clear_accumulated
-from .artifact_graphs import ArtifactGraphs
-from .averages import averaged_copies
+from .artifact.graphs import ArtifactGraphs
 from .ema import EmaState
 from .function import apply_gradients
 from .inputs import StepInputs

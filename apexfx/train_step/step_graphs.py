@@ -25,7 +25,7 @@ from ..compiler.rewritten_graph import WeakBackend
 from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..report.data import Report
-from .artifact_recorder import ArtifactRecorder
+from .artifact.recorder import ArtifactRecorder
 from .compiler import NotRun, StepCompiler
 from .errors import calls_backward, capture_errors
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step

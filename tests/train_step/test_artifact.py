@@ -18,9 +18,9 @@ from torch import nn
 import apexfx
 from apexfx.__main__ import main
 from apexfx._torch import tensor_check, tree_flatten
-from apexfx.train_step import artifact_file
-from apexfx.train_step.artifact import Batch, Watch
-from apexfx.train_step.guard_facts import Facts, NotComparable, Scope, Values, code_digest, row_of_write
+from apexfx.train_step.artifact import archive
+from apexfx.train_step.artifact.guards import Facts, NotComparable, Scope, Values, code_digest, row_of_write
+from apexfx.train_step.artifact.match import Batch, Watch
 from tests import fresh_process
 from tests.distributed.launch import run_ranks
 
@@ -207,9 +207,9 @@ def test_what_changes_between_calls_compiles_as_always(kept, tmp_path):
     (tmp_path / "step").write_bytes(kept[0].read_bytes())
     step, *results = run(tmp_path / "step")
     assert results == list(run(None)[1:])
-    assert len(artifact_file.read(tmp_path / "step")[0]["calls"]) == 2  # of the same kind, and of another
+    assert len(archive.read(tmp_path / "step")[0]["calls"]) == 2  # of the same kind, and of another
     step.save_artifact(tmp_path / "other")
-    assert artifact_file.read(tmp_path / "other")[0] == artifact_file.read(tmp_path / "step")[0]
+    assert archive.read(tmp_path / "other")[0] == archive.read(tmp_path / "step")[0]
 
 
 WATCHED = {

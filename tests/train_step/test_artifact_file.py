@@ -15,20 +15,20 @@ import pytest
 import torch.multiprocessing as mp
 
 import apexfx
-from apexfx.train_step import artifact_file
+from apexfx.train_step.artifact import archive
 from tests.train_step.test_artifact import make, refused
 
 
 def test_a_damaged_file_is_refused(tmp_path):
     path, program = tmp_path / "step", {"program": {"torch": "2"}, "calls": []}
-    artifact_file.write(path, program, {"a.so": bytes(range(256))})
-    assert artifact_file.read(path)[:2] == (program, {"a.so": bytes(range(256))})
+    archive.write(path, program, {"a.so": bytes(range(256))})
+    assert archive.read(path)[:2] == (program, {"a.so": bytes(range(256))})
     assert [file.name for file in tmp_path.iterdir()] == ["step"]
     data, generator = path.read_bytes(), random.Random(0)
     for place in {0, 39, 40, 104, 105, len(data) - 1, *(generator.randrange(len(data)) for _ in range(200))}:
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1:])
         with pytest.raises(apexfx.ArtifactMismatch, match="is damaged or cut|is no artifact of this version"):
-            artifact_file.read(path)
+            archive.read(path)
         path.write_bytes(data[:place])
         with pytest.raises(apexfx.ArtifactMismatch, match="is damaged or cut|is no artifact|is empty"):
             make(path)
@@ -62,7 +62,7 @@ def written():
     """A file that anybody may reach, in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        artifact_file.write(Path(folder, "step"), program_of(0), {})
+        archive.write(Path(folder, "step"), program_of(0), {})
         yield Path(folder, "step")
 
 
@@ -89,8 +89,8 @@ NOT_WRITTEN = {
 def test_what_cannot_be_written_leaves_what_was_there(name, written):
     fault, place, reason = NOT_WRITTEN[name]
     with fault(written), pytest.raises(OSError, match=reason):
-        artifact_file.write(written.parent / place, program_of(1), LIBRARY)
-    assert artifact_file.read(written)[:2] == (program_of(0), {}) and names_in(written.parent) == ["step"]
+        archive.write(written.parent / place, program_of(1), LIBRARY)
+    assert archive.read(written)[:2] == (program_of(0), {}) and names_in(written.parent) == ["step"]
 
 
 @pytest.mark.parametrize("fault, place, reason", [
@@ -101,7 +101,7 @@ def test_what_cannot_be_written_leaves_what_was_there(name, written):
 def test_what_cannot_be_read_is_refused(fault, place, reason, written):
     with fault(written), pytest.raises(apexfx.ArtifactMismatch, match=f"cannot be read .{reason}.; delete the file"):
         make(written.parent / place)
-    assert artifact_file.read(written)[0] == program_of(0)
+    assert archive.read(written)[0] == program_of(0)
 
 
 def test_a_file_of_another_torch_is_refused_before_anything_is_captured(written):
@@ -116,12 +116,12 @@ def killed(path, point):
         resource.setrlimit(resource.RLIMIT_FSIZE, (point, point))
     else:
         sys.addaudithook(lambda event, _: event == point and os.kill(os.getpid(), signal.SIGKILL))
-    artifact_file.write(path, program_of(1), LIBRARY)
+    archive.write(path, program_of(1), LIBRARY)
 
 
 def write_often(path, number):
     while path.with_name("go on").exists():
-        artifact_file.write(path, program_of(number), {"a.so": bytes([number]) * 1_000_000})
+        archive.write(path, program_of(number), {"a.so": bytes([number]) * 1_000_000})
 
 
 def started(function, *args):
@@ -134,20 +134,20 @@ def test_who_is_killed_while_writing_leaves_what_was_there(written):
     for point in (0, 1, 100, 99_999, "tempfile.mkstemp", "os.rename"):
         process = started(killed, written, point)
         process.join()
-        assert process.exitcode in (-signal.SIGXFSZ, -signal.SIGKILL) and artifact_file.read(written)[0] == program_of(0)
-    artifact_file.write(written, program_of(1), {})
+        assert process.exitcode in (-signal.SIGXFSZ, -signal.SIGKILL) and archive.read(written)[0] == program_of(0)
+    archive.write(written, program_of(1), {})
     assert 1 < len(names_in(written.parent)) < 7  # which another process may be writing
     for file in written.parent.iterdir():
         os.utime(file, (0, 0))
-    artifact_file.write(written, program_of(2), {})
-    assert artifact_file.read(written)[0] == program_of(2) and names_in(written.parent) == ["step"]
+    archive.write(written, program_of(2), {})
+    assert archive.read(written)[0] == program_of(2) and names_in(written.parent) == ["step"]
 
 
 def test_of_several_that_write_at_once_each_writes_all_of_it(written):
     (signal_file := written.with_name("go on")).touch()
     writers, found = [started(write_often, written, number) for number in (1, 2, 3)], set()
     while not found >= {1, 2, 3}:
-        program, libraries, _ = artifact_file.read(written)
+        program, libraries, _ = archive.read(written)
         found.add(number := int(program["program"]["torch"]))
         assert libraries == ({"a.so": bytes([number]) * 1_000_000} if number else {})
         assert all(writer.is_alive() for writer in writers)

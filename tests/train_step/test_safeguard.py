@@ -15,7 +15,7 @@ from torch import nn
 
 import apexfx
 from apexfx.optimizers import FusedAdam
-from apexfx.optimizers.skip_decision import judge, new_state
+from apexfx.optimizers.safeguard_decision import judge, new_state
 from apexfx.train_step.safeguard import _event
 from tests.own_optimizers import RMSprop
 from tests.tables import table

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import OpOverload, OpOverloadPacket
-from ..compiler.dynamo_layers import SCOPES
-from .optimizer_state import same_tensors
+from ..._torch import OpOverload, OpOverloadPacket
+from ...compiler.dynamo_layers import SCOPES
+from ..optimizer_state import same_tensors
 
 Row = list[Any]  # where a value was read, what was asked of it, what that was asked with, the answer
 

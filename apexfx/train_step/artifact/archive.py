@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArtifactMismatch
+from ...errors import ArtifactMismatch
 
 _KIND = b"apexfx training step, artifact version 1\n"
 _DIGEST_BYTES = 65  # in hexadecimal, and the end of the line

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .._torch import tree_flatten
-from ..compiler.cache import pass_digest
-from . import artifact_file
-from .artifact import Batch, StoredCall, Watch, call_key, differing, mismatch, program_facts, scope_of
-from .artifact_recorder import ArtifactRecorder
-from .guard_facts import NotComparable
-from .model import check_contexts, warn_of_eval_mode
-from .parts import StepParts
-from .state import StepLists, TrainingState
+from ..._torch import tree_flatten
+from ...compiler.cache import pass_digest
+from ..model import check_contexts, warn_of_eval_mode
+from ..parts import StepParts
+from ..state import StepLists, TrainingState
+from . import archive
+from .guards import NotComparable
+from .match import Batch, StoredCall, Watch, call_key, differing, mismatch, program_facts, scope_of
+from .recorder import ArtifactRecorder
 
 if TYPE_CHECKING:
-    from ..compiler.traced import Traced
-    from .step_graphs import StepGraphs
+    from ...compiler.traced import Traced
+    from ..step_graphs import StepGraphs
 
 
 class ArtifactGraphs:
@@ -56,7 +56,7 @@ class ArtifactGraphs:
             raise ValueError(f"apexfx: artifact= compares the source of passes, and that of {unread[0]!r} cannot be read; define "
                              "it in a file, or leave one of the two out")
         with contextlib.suppress(FileNotFoundError):
-            content, self._libraries, digest = artifact_file.read(path)
+            content, self._libraries, digest = archive.read(path)
             self._program, self._rows = content["program"], {row["key"]: row for row in content["calls"]}
         if parts.agreement is not None:
             parts.agreement.ensure("artifact of the step", [digest])
@@ -99,11 +99,11 @@ class ArtifactGraphs:
         if not self._rows:
             raise RuntimeError("apexfx: there is no compiled graph for an artifact yet: call the step once; the report says "
                                "what stands in the way")
-        artifact_file.write(path, {"program": self._program, "calls": list(self._rows.values())}, self._libraries)
+        archive.write(path, {"program": self._program, "calls": list(self._rows.values())}, self._libraries)
 
     def _step_graphs(self) -> StepGraphs:
         if self._compiling is None:
-            from .step_graphs import StepGraphs  # and with it torch's compilers
+            from ..step_graphs import StepGraphs  # and with it torch's compilers
 
             self._compiling = StepGraphs(self._parts, self._state, self._recorder)
         return self._compiling

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .._torch import load_kernel
-from .guard_facts import NotComparable
+from ..._torch import load_kernel
+from .guards import NotComparable
 
 _NOT_NEEDED = ("get_args", "benchmark_compiled_module")
 _COMPILES = "async_compile"
@@ -52,7 +52,7 @@ def stored(compiled: Any) -> StoredCode:
     Raises:
         NotComparable: it needs more than its kernels and torch.
     """
-    from .._torch_compilers import extern_kernels
+    from ..._torch_compilers import extern_kernels
 
     module, source = _module_of(compiled), compiled.source_code
     kept, kernels = [], {}

@@ -1,4 +1,4 @@
-"""A compiled step in a file: a program that is the same takes its graphs from there, and captures and compiles nothing."""
+"""Whether a program, and a call of its step, are those that an artifact was made of; one of another program is refused."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import changed_inductor_settings, num_hooks, process_state, registries, tensor_check, without_autocast
-from ..compiler.cache import package_digest, pass_digest
-from ..distributed.agreement import Communication, explained
-from ..errors import ArtifactMismatch
-from ..graph.inputs import Placeholder
-from ..graph.shared_memory import MemoryCheck
-from ..observe.bundle import processor_name
-from ..report.records import GraphReport
-from .function import run_accumulate, run_step
-from .guard_facts import Facts, Scope, Values, first_difference
-from .inputs import StepInputs
-from .leaves import check_leaf
-from .optimizer_state import same_tensors
-from .parts import StepParts
-from .state import StepLists
+from ..._torch import changed_inductor_settings, num_hooks, process_state, registries, tensor_check, without_autocast
+from ...compiler.cache import package_digest, pass_digest
+from ...distributed.agreement import Communication, explained
+from ...errors import ArtifactMismatch
+from ...graph.inputs import Placeholder
+from ...graph.shared_memory import MemoryCheck
+from ...observe.bundle import processor_name
+from ...report.records import GraphReport
+from ..function import run_accumulate, run_step
+from ..inputs import StepInputs
+from ..leaves import check_leaf
+from ..optimizer_state import same_tensors
+from ..parts import StepParts
+from ..state import StepLists
+from .guards import Facts, Scope, Values, first_difference
 from .stored_code import StoredCode
 
 SINGLE = ("means",)

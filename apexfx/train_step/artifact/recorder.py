@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._torch import process_state, registries, tree_flatten
-from ..graph.nodes import graphs
-from .artifact import BATCH, SINGLE, Batch, call_key, roots_of, scope_of, texts
-from .guard_facts import Facts, NotComparable, Scope, is_plain, row_of_write, rows_of
-from .parts import StepParts
+from ..._torch import process_state, registries, tree_flatten
+from ...graph.nodes import graphs
+from ..parts import StepParts
+from .guards import Facts, NotComparable, Scope, is_plain, row_of_write, rows_of
+from .match import BATCH, SINGLE, Batch, call_key, roots_of, scope_of, texts
 from .stored_code import stored
 
 _LISTS = ("params", "buffers", "states", "scalars")  # of `StepInputs`
@@ -50,7 +50,7 @@ class ArtifactRecorder:
             gm: as Dynamo captured it.
             run: runs it.
         """
-        from .._torch_compilers import changes_of_python, traced_code
+        from ..._torch_compilers import changes_of_python, traced_code
 
         foreign = [node for each in graphs(gm) for node in each.graph.nodes if node.op == "call_function"
                    and getattr(node.target, "namespace", "aten") not in _KNOWN_OPS]
