@@ -279,7 +279,7 @@ class _Run:
         rows = rows_of(self._traced.gm.graph, _ops(self._traced, self._subject), self._reference, contributions, self._zero)
         unmeasured = sorted({row.call for row in rows if not row.is_measured})
         if unmeasured:
-            notes.append(f"{', '.join(unmeasured)} cannot run in {reference}, and nobody knows its error")
+            notes.append(f"{', '.join(unmeasured)} cannot run in {reference}, so its error is not known")
         total = sum(own for own, _ in contributions.values())
         shares_hold = not contributions or max(whole - total, 0.0) <= total
         if not shares_hold:

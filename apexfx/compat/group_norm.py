@@ -13,7 +13,7 @@ def torch_group_norm(x: Tensor, g: int, w: Tensor | None, b: Tensor | None, eps:
     """Return the group norm of `x` in `g` groups, through SiLU with `act` "silu" or "swish"; computed in the weight's dtype."""
     dtype, channels_last = x.dtype, x.is_contiguous(memory_format=torch.channels_last)
     if channels_last and x.is_cpu and not x.requires_grad:
-        x = x.contiguous()  # else torch, up to 2.13, writes in backward a gradient of x that nobody asks for, and crashes
+        x = x.contiguous()  # else torch, up to 2.13, writes in backward a gradient of x that is not asked for, and crashes
     y = F.group_norm(x if w is None or w.dtype == dtype else x.to(w.dtype), g, w, b, eps)
     y = F.silu(y) if act in ("silu", "swish") else y
     y = y if y.dtype == dtype else y.to(dtype)

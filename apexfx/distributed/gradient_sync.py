@@ -450,7 +450,7 @@ def _error(text: str) -> UnsynchronizedGradientError:
 def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:
     """Return whether `gradient` is the sum of what graphs averaged, nothing else added.
 
-    Autograd adds to the first of several gradients where nobody else holds its storage; or else it makes a tensor of the
+    Autograd adds to the first of several gradients where nothing else holds its storage; or else it makes a tensor of the
     first two, and adds the others to that. So the version tells how many there were; under create_graph it does not.
     """
     if gradient.numel() == 0:

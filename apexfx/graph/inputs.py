@@ -93,7 +93,7 @@ def trained_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     """Return the inputs that are the parameters of the `apply_gradients` node of `gm`.
 
     Raises:
-        ValueError: one is no input any more, since the forward writes it: its gradient would be taken for nobody's.
+        ValueError: one is no input any more, since the forward writes it: its gradient would belong to no parameter.
     """
     for parameter in node.args[0]:
         if parameter.op != "placeholder" or not isinstance(parameter.meta.get("desc"), PlainAOTInput):

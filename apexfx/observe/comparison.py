@@ -87,7 +87,7 @@ class Row:
 
     @property
     def matters(self) -> bool:
-        """Whether a share of the error worth mentioning is due to the op, or nobody knows."""
+        """Whether a share of the error worth mentioning is due to the op, or is not known."""
         return self.share is None or max(abs(self.share), abs(self.passed)) > _MATTERS
 
     @property

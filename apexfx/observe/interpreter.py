@@ -30,7 +30,7 @@ class Interpreter(fx.Interpreter):
         node: the one that runs, or was the last.
 
     Raises:
-        ValueError: the graph communicates by an op of which nobody knows what it gives on one rank.
+        ValueError: the graph communicates by an op whose result on one rank is not known.
     """
 
     def __init__(self, module: nn.Module, observers: Sequence[Observer] = (), *, graph: fx.Graph | None = None,

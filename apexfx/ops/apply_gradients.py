@@ -34,7 +34,7 @@ class UpdateRow:
         op: the name of an op, "adam_", or of a composition, "rmsprop".
         num_params, num_states: how many.
         masters: whether the states are followed by masters of the parameters.
-        lr, step: indices among the scalars; no step where nobody counts.
+        lr, step: indices among the scalars; no step where updates are not counted.
         numbers: the hyperparameters after the learning rate, in the op's order.
         scheduled: (place in `numbers`, index) of the numbers that the host sets before each step.
     """

@@ -5,7 +5,7 @@ the state and the parameter, and writes the low-precision `model_params` (a list
 Where `found_inf` is not zero nothing is written and the step is not counted. `step` (float32, how many updates were
 made before) is counted up by the op. `lr_tensor`, where given, takes the place of `lr`. All scalars stay on the device.
 The overload `unscale` also leaves the gradients divided by `grad_scale` (but not clipped), as torch's fused optimizers do; it
-is apart, so that in a graph a gradient that nobody asks for is not a tensor that is written.
+is apart, so that in a graph an unscaled gradient that is not asked for is not a tensor that is written.
 
 Parameters and gradients may be float32, float16 or bfloat16 in any mix, with float32 state; or float64 throughout.
 Formulas: the references below, and csrc/optimizer_math.h. A sign of `norms[i] < 0` marks a NovoGrad norm not yet set.

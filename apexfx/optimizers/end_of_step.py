@@ -36,7 +36,7 @@ class Update:
         params: the parameters that the gradients belong to.
         states: name -> one tensor for each of `params`, in the op's order.
         masters: what is updated in place of `params`, which become low-precision copies of it; or [].
-        step: how many updates were made, float32: 0-d, or one element a parameter; None where nobody counts.
+        step: how many updates were made, float32: 0-d, or one element a parameter; None where they are not counted.
         counts: whether that is kept for an optimizer of torch.
         scheduled: name -> place in `numbers`, of those that a schedule changes and that are read from the group before each step.
     """
@@ -104,8 +104,8 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
 
     Returns:
         skip, float32, 0-d: 1 where the step is skipped, since a gradient is not finite or their norm is a spike, -1 where it is
-        since the count is 0, which no account of skips has, 0 where it is not or nobody looked; the norm of the unscaled
-        gradients before clipping, float32, or float64 where a gradient is, nan where nobody asked; the unscaled and clipped
+        since the count is 0, which no account of skips has, 0 where it is not, or is not looked for; the norm of the unscaled
+        gradients before clipping, float32, or float64 where a gradient is, nan where not asked for; the unscaled and clipped
         gradients that are not None, where the plan keeps them.
 
     Raises:
@@ -126,27 +126,27 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
     if plan.skips is not None:
         _count_skips(scalars[plan.skips], verdict.fault, call)
     full = functools.partial(call, aten.full.default, [], dtype=torch.float32, device=_value(present[0]).device)
-    said, norm = verdict.said, verdict.norm
-    return (said if said is not None else full(0.0), norm if norm is not None else full(math.nan), gradients)
+    reported, norm = verdict.reported, verdict.norm
+    return (reported if reported is not None else full(0.0), norm if norm is not None else full(math.nan), gradients)
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Whether a step is skipped, as device scalars or the nodes that stand for them; None where nobody looks.
+    """Whether a step is skipped, as device scalars or the nodes that stand for them; None where that is not looked for.
 
     Attributes:
         norm: of all gradients.
         found_inf: 1 where a gradient is not finite.
         fault: 1 where one is not, or their norm is a spike: what skips are counted by.
         skip: 1 there, and where the loss is a mean of nothing: nothing is updated.
-        said: what `apply` returns of it.
+        reported: what `apply` returns of it.
     """
 
     norm: Any = None
     found_inf: Any = None
     fault: Any = None
     skip: Any = None
-    said: Any = None
+    reported: Any = None
 
 
 def _judge(plan: StepPlan, grads: Sequence[Any], inverse: Any, scalars: Sequence[Any], count: Any,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 LOGGED = 64  # skipped steps that the log holds
 NOT_FINITE, SPIKE = 1.0, 0.0
-NOBODY = 2.0**31  # a place in the log where no gradient is to be named
+NO_PLACE = 2.0**31  # in the log, where no gradient is to be named
 
 
 def new_state(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -37,13 +37,13 @@ def judge(found_inf: Tensor, norm: Tensor, norms: Tensor, members: Sequence[int]
         window, spike_factor, calls: as of `SafeguardRow`.
     """
     judged, average, averaged, called = state[0], state[1], state[2], state[3]
-    limit = average if spike_factor is None else average * spike_factor  # where there are no spikes, nobody reads it
+    limit = average if spike_factor is None else average * spike_factor  # not read where there are no spikes
     norm, skip = _to(norm, torch.float64), found_inf
     if spike_factor is not None:
         skip = torch.maximum(found_inf, _to((averaged >= window) & (norm > limit), torch.float32))
     skipped = skip > 0
     places = torch.cat([_count(first, last, norms.device) for first, last in _runs(members)])
-    place = torch.where(norms.isfinite(), NOBODY, _to(places, torch.float64)).amin()
+    place = torch.where(norms.isfinite(), NO_PLACE, _to(places, torch.float64)).amin()
     entry = _stack([judged + 1, _to(found_inf > 0, torch.float64), norm, place, average, limit, called + 1, called + calls])
     here = _count(0, LOGGED, log.device) == skips[0].remainder(LOGGED)
     log.copy_(torch.where((here & skipped).unsqueeze(1), entry, log))

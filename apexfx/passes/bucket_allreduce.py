@@ -230,7 +230,7 @@ class _Emitter:
                     self.outputs[position] = result  # one node for all: autograd copies it for the second parameter
 
     def connect_outputs(self) -> None:
-        """Return the reduced gradients, and drop the upcasts that nobody reads any more."""
+        """Return the reduced gradients, and drop the upcasts that are not read any more."""
         replace_gradients(self.output, self.outputs)
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in CASTS)
 

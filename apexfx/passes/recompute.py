@@ -27,7 +27,7 @@ _bn_normalize = torch.ops.apexfx.bn_normalize.default
 _CHEAP = (aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.clone.default, _bn_normalize)
 _LONGEST_CHAIN = 16  # ops that are computed again for one value
 _SMALL = 1e-5  # of the peak: not worth a second computation
-_MOST_READ = 1.5  # bytes that are read again for each that is freed, where nobody has set a budget
+_MOST_READ = 1.5  # bytes that are read again for each that is freed, where no budget is set
 _AGAIN = "apexfx_computed_again"  # meta key of a copy
 
 

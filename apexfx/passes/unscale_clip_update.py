@@ -28,7 +28,7 @@ class UnscaleClipUpdate(Pass):
 
     One op an optimizer group reads each gradient once, where it lies (in its bucket, after an allreduce), and unscales, clips
     and updates in that pass. A half gradient that was widened for its float32 parameter is read as it was, which is the same
-    number in half of the bytes. Where a gradient is not finite the ops write nothing, on the device; nobody asks the host. A
+    number in half of the bytes. Where a gradient is not finite the ops write nothing, without a device sync. A
     gradient that is the memory of a parameter, or of another input that the graph writes, is copied first.
 
     Before:  apply_gradients([w, b], [gw, gb], [m_w, m_b, v_w, v_b], [scale, growth, lr, steps], plan)

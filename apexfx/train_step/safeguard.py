@@ -16,7 +16,7 @@ from ..config import is_number
 from ..graph.printing import count_text
 from ..host_copy import HostCopy
 from ..ops.apply_gradients import SafeguardRow
-from ..optimizers.safeguard_decision import LOGGED, NOBODY, NOT_FINITE, new_state
+from ..optimizers.safeguard_decision import LOGGED, NO_PLACE, NOT_FINITE, new_state
 from .loss_scale import SKIPS
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class SafeguardState:
         self._calls, self._copy = 0, None
         self._num_before, self._tell_at = num_skips, 1
         self._events: list[Event] = []
-        self._num_read = 0  # skips that are in `_events`, or that nobody has written down
+        self._num_read = 0  # skips that are in `_events`, or that the log has lost
 
     def too_many(self) -> int:
         """Return how many steps in a row were skipped where those are too many, else 0; log the 1st skip, the 10th, the 100th."""
@@ -203,4 +203,4 @@ def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:
     batches = int(first), int(last)
     if reason != NOT_FINITE:
         return Event(int(call), "spike", norm, batches, average=average, limit=limit)
-    return Event(int(call), "not finite", norm, batches, name_of(int(place)) if place != NOBODY else None, NOT_SEARCHED)
+    return Event(int(call), "not finite", norm, batches, name_of(int(place)) if place != NO_PLACE else None, NOT_SEARCHED)

@@ -106,7 +106,7 @@ def first_non_finite(graphs: CallGraphs, call: LastCall, *, scale_factor: float,
         accumulates: whether earlier calls have accumulated gradients for this one.
     """
     if call.batch_has_changed():
-        return "the batch was written since, and nobody looked for the op"
+        return "the batch was written since, so the op was not looked for"
     try:
         traced, inputs = graph_of(graphs, call, scale_factor=scale_factor)
         observer = NonFinite(traced.gm.graph)

@@ -173,7 +173,7 @@ def test_a_batch_that_was_written_is_not_searched():
     step, x = make(), X * math.nan
     step(x, "none")
     x.zero_()
-    assert step.events[-1].where == "the batch was written since, and nobody looked for the op"
+    assert step.events[-1].where == "the batch was written since, so the op was not looked for"
 
 
 @dataclass
@@ -189,7 +189,7 @@ def test_an_object_that_was_written_is_not_searched(change):
     batch = Batch(torch.full((3, 4), math.nan))
     step(batch)
     change(batch)
-    assert step.events[-1].where == "the batch was written since, and nobody looked for the op"
+    assert step.events[-1].where == "the batch was written since, so the op was not looked for"
 
 
 def test_a_parameter_that_is_not_finite_is_named():
