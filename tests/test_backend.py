@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
 
 import pytest
@@ -30,6 +32,17 @@ def test_nothing_outlives_the_compiled_model():
     torch._dynamo.reset()
     gc.collect()
     assert report() is None
+
+
+def test_a_compiled_model_that_has_run_is_copied_and_saved():
+    model, x = torch.compile(nn.Linear(3, 2), backend="apex", options=dict(OPTIONS)), torch.randn(2, 3)
+    before = model(x)
+    report = apexfx.last_report()
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        torch._dynamo.reset()
+        assert torch.equal(other(x), before) and apexfx.last_report() is not report and len(report.graphs) == 1
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["the model", "the loss too"])

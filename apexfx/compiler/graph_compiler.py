@@ -72,6 +72,10 @@ class GraphCompiler:
         self.scales_loss = scales_loss
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
+    def __reduce__(self) -> Any:
+        """Leave itself out of a copy, or a file, of what `torch.compile` has made: that gets a compiler of its own."""
+        return type(None), ()
+
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         placeholders = read_inputs(gm, example_inputs, self.config, self.index)
         records = capture.records_gradients(gm)
