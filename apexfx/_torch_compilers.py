@@ -131,7 +131,6 @@ def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
     return GraphLowering.decide_layout_opt(gm, is_inference=True)
 
 
-@functools.cache
 @contextlib.contextmanager
 def keep_order_of_writes() -> Iterator[None]:
     """Have a loop of Inductor's that takes the ranges of another, to be fused with it, come after the writes that it reads still.
