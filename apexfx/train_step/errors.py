@@ -37,6 +37,8 @@ _OBSTACLES = (
         (r"use_numpy_random_stream", "np.random of NumPy is called, whose numbers are in no graph", "Draw by torch.rand()"),
         (r"how to trace .*`(?:<unknown module>\.)?Random\.(\w+)\.?`", "random.{0}() of Python is called, which is in no graph",
          "Draw by torch.rand(())"),
+        (r"does not support next\(\) on (\w+)", "next() is called on a {0} of Python, which a graph cannot advance",
+         "Call next() outside, and give the step what it returns"),
         (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
          "{0}() of Python is called, which is in no graph", "Move that out of the model and the loss"),
         (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index or a shape depends on a number that is known when the graph runs "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import math
 import random
@@ -468,6 +469,9 @@ def test_the_state_of_another_optimizer_is_refused(saved, loads, lacks):
 # ---- errors ----------------------------------------------------------------------------------------------------------------
 
 
+WEIGHTS = itertools.cycle([1.0, 2.0])
+
+
 def breaks(y, t):
     torch._dynamo.graph_break()
     return F.cross_entropy(y, t)
@@ -476,6 +480,7 @@ def breaks(y, t):
 @pytest.mark.parametrize("loss_fn, message", [
     (lambda y, t: torch.fft.fft(y).mean(), "the loss is torch.complex64, .* has to be real: take .abs"),
     (breaks, "cannot be captured as one graph: .*graph_break"),
+    (lambda y, t: F.cross_entropy(y, t) * next(WEIGHTS), r"next\(\) is called on a cycle"),
 ])  # fmt: skip
 def test_a_loss_that_cannot_train_is_refused_and_nothing_has_changed(loss_fn, message):
     model = net()
