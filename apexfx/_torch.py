@@ -114,20 +114,6 @@ def quiet_fakes() -> Iterator[None]:
         logger.disabled = before
 
 
-@contextlib.contextmanager
-def without_tensorify() -> Iterator[None]:
-    """Keep AOTAutograd's pass that makes tensors of Python floats off a graph (2.13): without any in the graph it takes a 0-dim
-    float64 input for one, and drops what the forward writes into it.
-    """
-    name = "TENSORIFY_PYTHON_SCALARS"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(name) if before is None else os.environ.__setitem__(name, before)
-
-
 def is_alone_in_memory(tensor: torch.Tensor) -> bool:
     """Return whether torch itself has allocated the memory of a strided tensor, and no other tensor lies in it."""
     storage = tensor.untyped_storage()  # which counts itself as well

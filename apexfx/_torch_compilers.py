@@ -15,6 +15,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch._dynamo import config as dynamo_config
@@ -25,13 +26,16 @@ from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
+    TensorifyScalarRestartAnalysis,
     TorchRuntimeError,
     Unsupported,
     UserError,
 )
 from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._functorch._aot_autograd import graph_compile as aot_graph_compile
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
 from torch._inductor import config as inductor_config
 from torch._inductor import ir as inductor_ir
@@ -131,8 +135,23 @@ def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
     return GraphLowering.decide_layout_opt(gm, is_inference=True)
 
 
-@contextlib.contextmanager
-def keep_order_of_writes() -> Iterator[None]:
+def specialize_floats(numbers: Sequence[torch.SymFloat]) -> None:
+    """Have Dynamo, which runs a backend, capture anew with the values of what numbers are computed from, where it has not."""
+    names = {str(symbol) for number in numbers for symbol in number.node.expr.free_symbols}
+    if new := [name for name in names if not TensorifyState.should_specialize(name)]:
+        for name in new:
+            TensorifyState.specialize(name)
+        raise TensorifyScalarRestartAnalysis
+
+
+def without_tensorify() -> contextlib.AbstractContextManager[Any]:
+    """Keep AOTAutograd's pass that makes tensors of Python floats off a graph (2.13): without any in the graph it takes a 0-dim
+    float64 input for one, and drops what the forward writes into it. (Torch reads its own switch once in a process.)
+    """
+    return mock.patch.object(aot_graph_compile, "tensorify_python_scalars", lambda *_: None)
+
+
+def keep_order_of_writes() -> contextlib.AbstractContextManager[Any]:
     """Have a loop of Inductor's that takes the ranges of another, to be fused with it, come after the writes that it reads still.
 
     Torch (2.13, CPU) forgets which they are: of a buffer that a scatter writes the loop may read the zeros that it begins with.
@@ -144,11 +163,7 @@ def keep_order_of_writes() -> Iterator[None]:
         recompute(self, *args, **options)
         self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
-    SchedulerNode.recompute_size_and_body = recompute_and_rename
-    try:
-        yield
-    finally:
-        SchedulerNode.recompute_size_and_body = recompute
+    return mock.patch.object(SchedulerNode, "recompute_size_and_body", recompute_and_rename)
 
 
 def compilations() -> list[Compilation]:

@@ -74,6 +74,8 @@ FAULTS = (
     Fault("state of another dtype is not written", "optimizers/end_of_step.py",
           "            _check_states(group, lists[-1] if group.masters else lists[0], lists[2:])\n", "",
           ("tests/train_step/test_optimizer_changes.py",)),
+    Fault("a float that the forward keeps is a constant of each graph", "compiler/rewritten_graph.py",
+          "    capture.specialize_kept_floats(gm)\n", "", ("tests/test_python_forwards.py",)),
     Fault("a batch of one tensor twice is not one of two", "train_step/artifact/match.py",
           "return self.structure, *self.same(), *(", "return self.structure, *(", ("tests/train_step/test_artifact.py",)),
     Fault("globals are those of the module, not those of then", "train_step/artifact/guards.py",

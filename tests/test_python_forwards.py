@@ -303,6 +303,54 @@ def test_a_number_that_the_objective_draws_is_one_of_python():
     check("step", lambda: nn.Linear(4, 4), lambda out, x: squares(out, x) * random.uniform(0.5, 1), X, "O0")
 
 
+class Anneals(nn.Linear):
+    def __init__(self, inside):
+        super().__init__(4, 4)
+        self.inside, self.factor = inside, 1.0
+
+    def forward(self, x):
+        if self.inside:
+            self.factor = self.factor + 0.25
+        return super().forward(x) * self.factor
+
+
+@pytest.mark.parametrize("way", ["transform", "backend", "step"])
+@pytest.mark.parametrize("inside", [True, False], ids=["the forward", "the loop"])
+def test_a_float_that_changes_is_that_of_each_call(inside, way):
+    def make():
+        return nn.Sequential(layers.append(Anneals(inside)) or layers[-1])
+
+    def loss(out, x):
+        if not inside:
+            layers[-1].factor += 0.25
+        return squares(out, x)
+
+    layers = []
+    check(way, make, loss, X * 2, "O0")
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["the forward", "the loop"])
+def test_a_float_that_changes_is_a_tensor_and_one_that_the_forward_keeps_a_constant(inside):
+    layer = Anneals(inside)
+    run = apexfx.transform(nn.Sequential(layer), opt_level="O0", inner="eager")
+    for _ in range(3):
+        run(X[0]).sum().backward()
+        layer.factor += 0.0 if inside else 0.25
+    graphs = [(".item()" in graph.forward.captured, "f64[]" in graph.backward.captured) for graph in run.report.graphs]
+    assert graphs == ([(False, False)] * 3 if inside else [(False, False), (True, True)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("inside", [True, False], ids=["the forward", "the loop"])
+def test_inductor_has_the_float_of_each_call(inside):
+    layer = Anneals(inside)
+    run = apexfx.transform(nn.Sequential(layer), opt_level="O0")
+    for number in range(1, 7):
+        layer.factor = layer.factor if inside else 1 + number / 4
+        torch.testing.assert_close(run(X[0]), torch.nn.functional.linear(X[0], layer.weight, layer.bias) * (1 + number / 4))
+        assert layer.factor == 1 + number / 4
+
+
 @table(1, "way", ["transform", "step"])
 @pytest.mark.parametrize("draw, said", [
     (lambda model: torch.from_numpy(np.random.rand(4)).float(), "np.random of NumPy"),

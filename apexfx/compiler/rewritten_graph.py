@@ -19,12 +19,12 @@ import torch
 from torch import fx
 
 from .. import ops, passes
-from .._torch import free_unbacked_symbols, guard_shared_objects, is_remapped_collective, tree_leaves, without_tensorify
-from .._torch_compilers import graph_breaks_around
+from .._torch import free_unbacked_symbols, guard_shared_objects, is_remapped_collective, tree_leaves
+from .._torch_compilers import graph_breaks_around, without_tensorify
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, writes_first, written_storages
-from ..graph.nodes import graphs, source_line, value
+from ..graph.nodes import NAME, graphs, source_line, value
 from ..graph.printing import short_dtype
 from ..report.data import Report
 from ..report.records import GraphReport
@@ -54,6 +54,7 @@ def read_inputs(gm: fx.GraphModule, example_inputs: list[Any], config: Transform
     guard_shared_objects()
     check_inputs(gm, example_inputs)
     check_python_objects()
+    capture.specialize_kept_floats(gm)
     capture.widen_drawn_numbers(gm, example_inputs)
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), is_train_step=is_train_step)
     check_mixed(gm)
@@ -150,7 +151,7 @@ def _scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None
     for node in gm.graph.find_nodes(op="placeholder"):
         val = value(node)
         if isinstance(val, torch.Tensor) and val.dtype == torch.float64 and not val.dim() and storages(val) & memory:
-            raise ValueError(f"apexfx: the forward writes {node.meta['apexfx_name']!r}, a float64 tensor of no dimension, and "
+            raise ValueError(f"apexfx: the forward writes {node.meta[NAME]!r}, a float64 tensor of no dimension, and "
                              "takes a Python float that changes: AOTAutograd would drop the write. Keep it in float32, or in "
                              "shape [1]")
     return contextlib.nullcontext()
