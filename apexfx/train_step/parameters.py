@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._torch import has_gradient_hooks
 from ..compiler.model_setup import set_up
 from ..compiler.process_groups import Groups
+from ..config import HALVES
 from ..distributed.agreement import Agreement
 from ..graph.shared_memory import overlapping
 from ..report.data import Report
@@ -115,6 +116,10 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
             f"apexfx: {len(float16)} parameters are float16, and so are their gradients. {why}, so they would be unscaled "
             "in float16, where the small ones become zero. Use opt_level='O2' on a float32 model, an optimizer of "
             "apexfx.optimizers with master_weights=True that updates in the graph, or loss_scale=1.0 to train without one")
+    on_cpu = {half if half is not None and p.dtype == torch.float32 else p.dtype for p in trained if p.device.type == "cpu"}
+    if torch.__version__ < (2, 14) and on_cpu.intersection(HALVES) \
+            and any(type(each) is torch.optim.SGD and each.defaults["fused"] for each in optimizers):
+        raise ValueError("apexfx: SGD(fused=True) of torch 2.13 updates half parameters wrongly on the CPU; leave fused out")
     if outside:
         waits = "; each step waits for the device, to know whether it is skipped" if may_skip else ""
         follows = "; the averages of ema= follow it op by op" if options.ema is not None else ""

@@ -297,6 +297,14 @@ def test_a_schedule_of_every_number_of_a_group_compiles_twice(case):
     assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 14), reason="torch updates rightly")
+def test_the_fused_sgd_of_torch_is_refused_for_half_parameters():
+    model = Net()
+    with pytest.raises(ValueError, match="updates half parameters wrongly on the CPU; leave fused out"):
+        step_of(model, torch.optim.SGD(model.parameters(), fused=True), opt_level="O3")
+    step_of(model, torch.optim.SGD(model.parameters(), fused=True), opt_level="O2")
+
+
 @table(1, "kind", [FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedAdagrad])
 def test_a_fused_optimizer_whose_numbers_change_updates_outside_of_the_graph(kind):
     model, reference = Net(), Net()
