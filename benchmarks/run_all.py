@@ -35,7 +35,7 @@ LEAST_MIB = 4.0  # the same where all keep less: malloc takes memory in steps
 
 SHORT = (  # in order of worth
     "train_step.py --rounds 20 --json results/train_step.json",
-    "train_step.py --models resnet50 --variants torch.compile train_step --threads 2 --rounds 5 "
+    "train_step.py --models resnet50 --variants torch.compile train_step --rounds 5 "
     "--json results/train_step_large.json",
     "train_step.py --ranks 2 --rounds 20 --json results/train_step_2_ranks.json",
     "ops.py --seconds 20 --json results/ops_cpu.json",

@@ -76,7 +76,7 @@ def test_the_ratios_of_the_pages_are_those_on_record():
     for name, row in (("one process", [*small.values(), large["gpt2"]]), ("two gloo ranks", [*ranks.values()]),
                       ("one process, C++ wrapper", [*in_cpp.values()]), ("two gloo ranks, C++ wrapper", [*ranks_in_cpp.values()]),
                       *((name, [large[model], large[f"{model} O1"], large[f"{model} O2"]])
-                        for name, model in (("ResNet-50", "resnet50"), ("BERT 6x512", "bert")))):
+                        for name, model in (("ResNet-50", "resnet50"), ("BERT 6x512", "bert"), ("GPT-2 small", "gpt2")))):
         assert [cell.split()[0] for cell in table[name] if cell.strip()] == row
 
 
