@@ -299,8 +299,9 @@ def test_a_deque_of_bounded_length_that_the_forward_changes_is_refused(way):
         trained(way, Model, squares, X)
 
 
-def test_a_number_that_the_objective_draws_is_one_of_python():
-    check("step", lambda: nn.Linear(4, 4), lambda out, x: squares(out, x) * random.uniform(0.5, 1), X, "O0")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_number_that_the_objective_draws_is_one_of_python(level):
+    check("step", lambda: nn.Linear(4, 4), lambda out, x: squares(out, x) * random.uniform(0.5, 1), X, level)
 
 
 class Anneals(nn.Linear):

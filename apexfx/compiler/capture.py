@@ -26,10 +26,9 @@ _OWN_FRAMES = re.compile(rf'^  File "{re.escape(str(Path(__file__).parents[1]))}
 
 def widen_drawn_numbers(gm: fx.GraphModule, example_inputs: list[Any]) -> None:
     """Take the numbers that Python's `random` draws as float64: so Dynamo passes them, and captures them as float32."""
-    nodes = gm.graph.find_nodes(op="placeholder")
-    for place, node in enumerate(nodes):
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if type(dynamo_source(node)).__name__ == "RandomValueSource" and example_inputs[place].dtype == torch.float32:
-            with gm.graph.inserting_after(nodes[-1]):
+            with gm.graph.inserting_before(next(iter(node.users), gm.graph.output_node())):
                 number = gm.graph.call_method("float", (node,))
             node.replace_all_uses_with(number, delete_user_cb=lambda user, number=number: user is not number)
             number.meta = {**node.meta, "stack_trace": ""}
