@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import random
 import threading
 
@@ -339,6 +340,40 @@ def test_a_float_that_changes_is_a_tensor_and_one_that_the_forward_keeps_a_const
         layer.factor += 0.0 if inside else 0.25
     graphs = [(".item()" in graph.forward.captured, "f64[]" in graph.backward.captured) for graph in run.report.graphs]
     assert graphs == ([(False, False)] * 3 if inside else [(False, False), (True, True)])
+
+
+class Reverses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * -ctx.factor, None
+
+
+class Reversed(Anneals):
+    def forward(self, x):
+        return Reverses.apply(nn.Linear.forward(self, x), self.factor)
+
+
+@pytest.mark.parametrize("layer", [Anneals, Reversed])
+def test_a_step_of_a_schedule_in_the_loop_is_two_graphs(layer):
+    model, x = layer(False), X[0]
+    reference = copy.deepcopy(model)
+    step = apexfx.train_step(model, objective=lambda m, x: squares(m(x), x), inner="eager", opt_level="O0",
+                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for number in range(10):
+        model.factor = reference.factor = number / 4
+        loss = squares(reference(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(x), loss.detach())
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
+    assert len(step.report.graphs) == 2
 
 
 @pytest.mark.long

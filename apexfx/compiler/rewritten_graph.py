@@ -145,7 +145,8 @@ def _scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None
     Raises:
         ValueError: the graph takes a float that changes besides, for which AOTAutograd needs the pass that drops them.
     """
-    if not any(isinstance(value(node), torch.SymFloat) for node in gm.graph.nodes):
+    if not any(isinstance(node.meta.get("val", node.meta.get("example_value")), torch.SymFloat)
+               for body in graphs(gm) for node in body.graph.nodes):
         return without_tensorify()
     memory = written_storages(gm)
     for node in gm.graph.find_nodes(op="placeholder"):

@@ -37,8 +37,6 @@ from .state import TrainingState
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
 _DYNAMO = {"trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True, "use_numpy_random_stream": True,
-           # A float that the forward changes and keeps in an attribute would be the same from the third call on (2.13).
-           "specialize_float": True,
            # Hooks that are registered, and parameters that are tied, after the first call.
            "skip_nnmodule_hook_guards": False, "skip_no_tensor_aliasing_guards_on_parameters": False}
 # Whether it is Python that checks, at each call, that a parameter of the model is one to update: both are inputs.
