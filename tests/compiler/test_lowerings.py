@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-import apexfx.compiler.inner_compilers  # noqa: F401  registers them
+from apexfx.compiler import lowerings
 from apexfx.ops.bucket import flatten_bucket
 from tests.tables import table
 
@@ -17,6 +17,7 @@ from tests.tables import table
 def compiled(function, *inputs):
     """Return what Inductor's code returns, and the body of its `call`."""
     torch._dynamo.reset()
+    lowerings.register()
     with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
         result, codes = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
     return result, codes[-1][codes[-1].index("def call("):]
