@@ -376,6 +376,15 @@ def test_a_step_of_a_schedule_in_the_loop_is_two_graphs(layer):
     assert len(step.report.graphs) == 2
 
 
+def test_a_step_returns_a_float_that_changes_and_what_follows_from_it():
+    model = Anneals(False)
+    step = apexfx.train_step(model, inner="eager", opt_level="O0", optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                             objective=lambda m, x: (squares(m(x), x), {"factor": m.factor, "half": m.factor / 2}))
+    for number in range(1, 7):
+        model.factor = number / 4
+        assert step(X[0])[1] == {"factor": number / 4, "half": number / 8}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("inside", [True, False], ids=["the forward", "the loop"])
 def test_inductor_has_the_float_of_each_call(inside):

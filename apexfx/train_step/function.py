@@ -155,6 +155,8 @@ def compute_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: 
 def _detached(returned: Any) -> Any:
     if isinstance(returned, Tensor):
         return returned.detach()
+    if isinstance(returned, (int, float)):  # perhaps an input of the graph, of which Dynamo asks for no attributes
+        return returned
     held = returned.values() if isinstance(returned, dict) else getattr(returned, "__dict__", {}).values()
     if (dataclasses.is_dataclass(returned) or isinstance(returned, dict)) and any(isinstance(x, Tensor) for x in held):
         raise TypeError(f"apexfx: the objective returned a {type(returned).__name__} of tensors beside the loss; it has to "
