@@ -24,7 +24,7 @@ class KeptBuffers:
 
     def __init__(self, modules: Callable[[], Iterator[nn.Module]], *, accumulates: bool) -> None:
         self._modules, self._accumulates, self._replaces = modules, accumulates, False
-        self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] | None = None
+        self._kept: list[tuple[dict[str, Any], str, Tensor | None, Tensor | None]] | None = None
 
     def keep(self, *, cached: bool) -> None:
         """Keep what there is now, unless an earlier call of the same update has.
@@ -34,8 +34,8 @@ class KeptBuffers:
         """
         if self._kept is None and (self._accumulates or self._replaces or not cached):
             held = [(buffers, name, buffer) for module in self._modules() for buffers in [registries(module).buffers]
-                    for name, buffer in buffers.items() if buffer is not None]
-            self._kept = [(*each, each[2].clone() if self._accumulates else each[2]) for each in held]
+                    for name, buffer in buffers.items()]
+            self._kept = [(*each, each[2].clone() if self._accumulates and each[2] is not None else each[2]) for each in held]
 
     def forget(self) -> None:
         """Keep nothing: the update is over."""
@@ -44,13 +44,20 @@ class KeptBuffers:
     @torch.no_grad()
     def undo(self, skip: Tensor) -> None:
         """Put back what was kept, where `skip` is not 0, and forget; a buffer whose shape or dtype has changed stays."""
+        put_back: dict[tuple[int, int], Tensor] = {}  # modules that hold one buffer hold one behind this, too
         for buffers, name, buffer, before in self._kept or ():
             now = buffers.get(name)
-            if now is before or now is None or (now.shape, now.dtype, now.device) != (before.shape, before.dtype, before.device):
+            if now is before or now is None:
                 continue
-            kept = torch.where(skip.to(now.device) != 0, before, now)
+            if before is None:  # once for such a buffer, so that this may wait for the device
+                buffers[name], self._replaces = None if skip.item() else now, True
+                continue
+            if (now.shape, now.dtype, now.device) != (before.shape, before.dtype, before.device):
+                continue
+            if (key := (id(now), id(buffer))) not in put_back:
+                put_back[key] = torch.where(skip.to(now.device) != 0, before, now)
             if now is buffer:
-                buffer.copy_(kept)
+                buffer.copy_(put_back[key])
             else:
-                buffers[name], self._replaces = kept, True
+                buffers[name], self._replaces = put_back[key], True
         self.forget()

@@ -367,6 +367,51 @@ def test_a_buffer_that_a_module_or_the_loss_replaces_is_put_back(accumulate):
     assert step.skipped == 2 and loss_fn.mean.any()
 
 
+def test_a_buffer_that_was_none_is_none_again():
+    class Filled(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.register_buffer("mean", None)
+
+        def forward(self, x):
+            self.mean = x.mean() if self.mean is None else 0.5 * self.mean + x.mean()
+            return super().forward(x)
+
+    model = Filled()
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             safeguard=True)
+    x, y = torch.ones(5, 6), torch.arange(5) % 3
+    means = []
+    for factor in (math.nan, 1.0, math.nan, 1.0):
+        step(x * factor, y)
+        means.append(None if model.mean is None else float(model.mean))
+    assert means == [None, 1.0, 1.0, 1.5]
+
+
+@table(1, "accumulate", [1, 2])
+def test_a_buffer_of_two_modules_stays_one(accumulate):
+    class Shares(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.a, self.b = nn.Module(), nn.Module()
+            for each in (self.a, self.b):
+                each.register_buffer("mean", torch.zeros(1) if each is self.a else self.a.mean)
+
+        def forward(self, x):
+            self.a.mean = self.b.mean = self.a.mean + x.mean()
+            return super().forward(x)
+
+    model = Shares()
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             safeguard=True, accumulate=accumulate)
+    x, y = torch.ones(5, 6), torch.arange(5) % 3
+    for factor in (1.0, math.nan, 1.0):
+        for _ in range(accumulate):
+            step(x * factor, y)
+        assert model.a.mean is model.b.mean
+    assert model.a.mean == 2 * accumulate
+
+
 @pytest.mark.parametrize("options, error, message", [
     ({"safeguard": 3}, TypeError, "safeguard=3"),
     ({"safeguard": True, "skip": ["skip_writes"]}, ValueError, "leave safeguard= out"),
