@@ -144,6 +144,11 @@ def specialize_floats(numbers: Sequence[torch.SymFloat]) -> None:
         raise TensorifyScalarRestartAnalysis
 
 
+def forget_specialized_floats() -> None:
+    """Let later captures keep floats as inputs: Dynamo (2.13) names them by numbers that floats of another graph get, too."""
+    TensorifyState.clear()
+
+
 def without_tensorify() -> contextlib.AbstractContextManager[Any]:
     """Keep AOTAutograd's pass that makes tensors of Python floats off a graph (2.13): without any in the graph it takes a 0-dim
     float64 input for one, and drops what the forward writes into it. (Torch reads its own switch once in a process.)

@@ -20,7 +20,7 @@ from torch import fx
 
 from .. import ops, passes
 from .._torch import free_unbacked_symbols, guard_shared_objects, is_remapped_collective, tree_leaves
-from .._torch_compilers import graph_breaks_around, without_tensorify
+from .._torch_compilers import forget_specialized_floats, graph_breaks_around, without_tensorify
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, writes_first, written_storages
@@ -89,6 +89,7 @@ class RewrittenGraph:
         """Return what runs the graph; the report has it from then on."""
         with traceable_rnn(self.gm), _explained(self.gm), _scalar_writes(self.gm):
             compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options)
+        forget_specialized_floats()
         report.add(self.record)  # not before: what the inner compiler refuses never runs
         for sentence in ops.missing({x.device.type for x in self.example_inputs if isinstance(x, torch.Tensor)}):
             report.note(f"apexfx: {sentence}; `python -m apexfx doctor` has more")
@@ -97,7 +98,9 @@ class RewrittenGraph:
     def trace(self, other_stages: BackwardPasses, run: Callable[[fx.GraphModule, list[Any]], Any]) -> Callable[..., Any]:
         """Return what gives `run` the graph after all passes, and its inputs, when it is called; no report has it."""
         with traceable_rnn(self.gm), _scalar_writes(self.gm):
-            return trace(self.gm, self.example_inputs, other_stages, run)
+            traced = trace(self.gm, self.example_inputs, other_stages, run)
+        forget_specialized_floats()
+        return traced
 
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.Context, config: TransformConfig, groups: Groups,
