@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import math
 import random
 import threading
 
@@ -374,6 +375,43 @@ def test_a_step_of_a_schedule_in_the_loop_is_two_graphs(layer):
         torch.testing.assert_close(step(x), loss.detach())
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
     assert len(step.report.graphs) == 2
+
+
+def test_a_float_that_one_model_keeps_makes_no_constants_of_another_s():
+    def step_of(model):
+        return apexfx.train_step(model, objective=lambda m, x: squares(m(x), x), inner="eager", opt_level="O0",
+                                 optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    class Other(Anneals):
+        def forward(self, x):
+            return nn.Linear.forward(self, x) * self.factor
+
+    keeps, other = step_of(Anneals(True)), step_of(Other(False))
+    for _ in range(2):
+        keeps(X[0])
+    for number in range(4):
+        other.model.factor = 1 + number / 4
+        other(X[0])
+    assert len(other.report.graphs) == 2
+
+
+def test_what_is_captured_or_recorded_draws_no_number_of_python(tmp_path):
+    random.seed(3)
+    drawn = [random.uniform(0.5, 1) for _ in range(3)]
+    model, seen = nn.Linear(4, 4), []
+    step = apexfx.train_step(model, objective=lambda m, x: (squares(m(x), x) * (u := random.uniform(0.5, 1)), u), safeguard=True,
+                             inner="eager", opt_level="O0", optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    step.capture(X[0])
+    random.seed(3)
+    for number in range(3):
+        seen.append(step(X[0])[1])
+        step.record(tmp_path / f"call {number}")
+        apexfx.compare(step, X[0])
+        step.capture(X[0][:2])
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(drawn))
+    for number, value in enumerate(drawn):
+        scalars = [float(x) for x in torch.load(tmp_path / f"call {number}" / "tensors.pt")["inputs"] if x.numel() == 1]
+        assert any(math.isclose(scalar, value, rel_tol=1e-6) for scalar in scalars)
 
 
 def test_a_step_returns_a_float_that_changes_and_what_follows_from_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 
 import pytest
 import torch
@@ -171,6 +172,23 @@ def test_capture_leaves_buffers_and_random_state(pair):
     for ours, theirs in zip(model.buffers(), reference.buffers()):
         assert torch.equal(ours, theirs)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_capture_leaves_buffers_that_a_forward_replaces():
+    class Replaces(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 4)
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("none", None)
+
+        def forward(self, x):
+            self.mean = self.none = self.mean * 0.9 + x.detach().mean(0)
+            return super().forward(x) * random.uniform(0.5, 1)
+
+    source = Replaces()
+    mean, state = source.mean, random.getstate()
+    transformed(source).capture(torch.ones(2, 3))
+    assert source.mean is mean and not mean.any() and source.none is None and random.getstate() == state
 
 
 def test_capture_verifies_backward_passes_too():

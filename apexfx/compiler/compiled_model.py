@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import functorch_config, module_hooks
+from .._torch import functorch_config, module_hooks, registries
 from .._torch_compilers import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
@@ -27,6 +27,7 @@ from ..distributed.agreement import check_alive
 from ..graph.printing import count_text, first_names
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
+from ..random_state import forked_random
 from ..report.data import Report
 from .forward_errors import DataDependentError, as_in_eager, name_precision
 from .graph_breaks import note_breaks, shown
@@ -248,17 +249,18 @@ class CompiledModel:
         warn_unmatched(self.report)
 
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        buffers = [(held, name, buffer, buffer if buffer is None else buffer.detach().clone())
+                   for module in model.modules() for held in [registries(module).buffers] for name, buffer in held.items()]
         devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
         self._capturing = True
         try:
-            with torch.random.fork_rng(devices), functorch_config.patch(force_non_lazy_backward_lowering=True):
+            with forked_random(devices), functorch_config.patch(force_non_lazy_backward_lowering=True):
                 model(*args, **kwargs)
         finally:
             self._capturing = False
             with torch.no_grad():
-                for buffer, old in buffers:
-                    buffer.copy_(old)
+                for held, name, buffer, old in buffers:
+                    held[name] = buffer if buffer is None else buffer.copy_(old)
         return self.report
 
 

@@ -73,6 +73,7 @@ class StepCompiler:
 
     Attributes:
         compiled: graphs, while Dynamo has what runs them.
+        not_run: those that have not run yet.
         traced: the graph that was kept.
     """
 
@@ -92,20 +93,18 @@ class StepCompiler:
         self.traces = traces
         self.recorder = recorder
         self.traced: Traced | None = None
-        self._runs = "all"
+        self._runs = True
+        self.not_run: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
-    def running(self, graphs: str) -> Iterator[None]:
-        """Run, in this context, only graphs that have run "before", or "none", and raise `NotRun` in place of the others' runs.
-
-        A first run is one that more is to be looked at around; what a run returns would be written to the model.
-        """
-        self._runs = graphs
+    def without_running(self) -> Iterator[None]:
+        """Raise `NotRun` in place of running a graph, in this context: what a run returns would be written to the model."""
+        self._runs = False
         try:
             yield
         finally:
-            self._runs = "all"
+            self._runs = True
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         # What was captured: its inputs by name, and what is refused of it.
@@ -198,17 +197,12 @@ class StepCompiler:
             waits: explains errors of collectives.
             leaves: those of the batch that require a gradient.
         """
-        has_run = False
-
         def run(*args: Any) -> Any:
-            nonlocal has_run
-            if self._runs == "before" and not has_run:
-                raise NotRun
             for leaf in leaves:
                 check_leaf(leaf.name, args[leaf.index])
             if check_memory is not None:
                 check_memory(args)
-            if self._runs == "none":
+            if not self._runs:
                 raise NotRun
             with waits():
                 if self.config.inner != "eager":
@@ -216,9 +210,10 @@ class StepCompiler:
                     self.on_run()
                 outputs = compiled(*args)
                 self.on_run()
-                has_run = True
+                self.not_run.discard(run)
                 return outputs
 
+        self.not_run.add(run)
         return run
 
     def _keeping(self, graph: RewrittenGraph, other_stages: StepPasses) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
 from ..ops.apply_gradients import StepPlan
+from ..random_state import forked_random
 from .loss_scale import SCALE, SKIPS
 from .parts import CallGraphs, StepParts
 from .safeguard import NOT_SEARCHED, STATE, Event
@@ -41,14 +43,14 @@ class LastCall:
     Attributes:
         batch, named: the same tensors, in containers of its own.
         recorded: whether it was looked at for a bundle.
-        random, random_of_device: states of the random number generators before the call; None on the CPU.
+        random, random_of_device: states of torch's random number generators before the call; None on the CPU.
     """
 
     def __init__(self, batch: tuple[Any, ...], named: dict[str, Any], device: torch.device) -> None:
         self.batch, self.named = tree_map(lambda leaf: leaf, (batch, named))
         self._device = device
         self.recorded = False
-        self.random = torch.get_rng_state()
+        self.random, self._random_of_python = torch.get_rng_state(), random.getstate()
         self.random_of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self.end()
 
@@ -66,7 +68,8 @@ class LastCall:
     @contextlib.contextmanager
     def random_state(self) -> Iterator[None]:
         """Have random numbers be those of the call, in this context."""
-        with torch.random.fork_rng([self._device] if self.random_of_device is not None else []):
+        with forked_random([self._device] if self.random_of_device is not None else []):
+            random.setstate(self._random_of_python)
             torch.set_rng_state(self.random)
             if self.random_of_device is not None:
                 torch.cuda.set_rng_state(self.random_of_device, self._device)
@@ -88,7 +91,8 @@ def graph_of(graphs: CallGraphs, call: LastCall, *, scale_factor: float) -> tupl
     Raises:
         Exception: there is no such graph.
     """
-    traced = graphs.trace(call.batch, call.named)
+    with call.random_state():
+        traced = graphs.trace(call.batch, call.named)
     inputs = [bundle.exact_copy(x) if isinstance(x, Tensor) else x for x in traced.inputs]
     for node, copied in zip(traced.gm.graph.find_nodes(op="placeholder"), inputs):
         if (node.meta.get(KIND), node.meta.get(NAME)) == ("state", SCALE):

@@ -24,6 +24,7 @@ from ..compiler.process_groups import Groups
 from ..compiler.rewritten_graph import WeakBackend
 from ..compiler.traced import Traced
 from ..config import TransformConfig
+from ..random_state import forked_random
 from ..report.data import Report
 from .artifact.recorder import ArtifactRecorder
 from .compiler import NotRun, StepCompiler
@@ -67,7 +68,7 @@ class StepGraphs:
             StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
             index=parts.index, on_run=state.note_change, on_communication=state.note_communication,
             memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None, recorder=recorder)
-        self._last, self._earlier = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
+        self._updates, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._settings = _dynamo_settings()
         self._patch = dynamo_config.patch(self._settings)  # making one costs more than entering it
 
@@ -81,16 +82,17 @@ class StepGraphs:
     def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
         """Run a call: `run_accumulate` where it accumulates gradients alone, else `run_step`; return what that does."""
         check_contexts()
-        variant = self._earlier if accumulates else self._last
-        with contextlib.suppress(NotCompiled, NotRun):
-            return self._run_cached(variant, batch, named)
+        variant = self._accumulates if accumulates else self._updates
+        if not variant.compiler.not_run:  # a first run is one that more is looked at around
+            with contextlib.suppress(NotCompiled):
+                return self._run_cached(variant, batch, named)
         return self._compile_and_run(variant, batch, named)
 
     def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Compile the one graph that ends an accumulation, and run nothing."""
         check_contexts()
-        with contextlib.suppress(NotRun), self._last.compiler.running("none"):
-            self._compile_and_run(self._last, batch, named)
+        with contextlib.suppress(NotRun), forked_random(), self._updates.compiler.without_running():
+            self._compile_and_run(self._updates, batch, named)
 
     def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
         """Return the graph that ends an accumulation after all passes, for this batch alone, and its inputs; run nothing.
@@ -110,10 +112,10 @@ class StepGraphs:
         """Run the graph that has run for such a call before; nothing is looked at that its guards see.
 
         Raises:
-            NotCompiled, NotRun: there is none; nothing has run.
+            NotCompiled: there is none; nothing has run.
         """
         self._state.keep_buffers(cached=True)
-        with torch.no_grad(), self._parts.step_model.traceable(cached=True) as model, variant.compiler.running("before"):
+        with torch.no_grad(), self._parts.step_model.traceable(cached=True) as model:
             return variant.cached(self._inputs(model), batch, named)
 
     def _compile_and_run(self, variant: _Variant, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -123,7 +125,7 @@ class StepGraphs:
         self._state.keep_buffers()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         with contextlib.nullcontext() if is_set else self._patch, torch.no_grad(), capture_errors(), \
-                self._parts.step_model.traceable() as model, self._recording(model, batch, named, variant is self._earlier):
+                self._parts.step_model.traceable() as model, self._recording(model, batch, named, variant is self._accumulates):
             outputs = variant.compiling(self._inputs(model), batch, named)
         if grad_versions(self._state.lists.params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
@@ -156,8 +158,8 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
         As a call of a step.
     """
     compiled = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
-    with contextlib.suppress(NotRun), dynamo_config.patch(_dynamo_settings()), torch.no_grad(), capture_errors(), \
-            model.traceable():
+    with contextlib.suppress(NotRun), forked_random(), dynamo_config.patch(_dynamo_settings()), torch.no_grad(), \
+            capture_errors(), model.traceable():
         compiled(inputs, batch, named)
     return compiler.traced
 
