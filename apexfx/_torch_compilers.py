@@ -35,6 +35,8 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._functorch import partitioners
+from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as aot_checkpoints
 from torch._functorch._aot_autograd import graph_compile as aot_graph_compile
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
 from torch._inductor import config as inductor_config
@@ -154,6 +156,15 @@ def without_tensorify() -> contextlib.AbstractContextManager[Any]:
     float64 input for one, and drops what the forward writes into it. (Torch reads its own switch once in a process.)
     """
     return mock.patch.object(aot_graph_compile, "tensorify_python_scalars", lambda *_: None)
+
+
+def refuse_checkpoints_of(is_random: Callable[[torch.fx.Node], bool]) -> contextlib.AbstractContextManager[Any]:
+    """Have AOTAutograd refuse to compute again, in a graph that holds its backward, what `is_random` says.
+
+    Torch itself (2.13) refuses each op that may draw random numbers: attention, whether it drops anything out or not.
+    """
+    return mock.patch.object(aot_checkpoints, "has_recomputable_rng_ops", lambda gm: any(
+        is_random(node) for node in gm.graph.nodes if partitioners.must_recompute(node)))
 
 
 def keep_order_of_writes() -> contextlib.AbstractContextManager[Any]:

@@ -20,11 +20,12 @@ from torch import fx
 
 from .. import ops, passes
 from .._torch import free_unbacked_symbols, guard_shared_objects, is_remapped_collective, tree_leaves
-from .._torch_compilers import forget_specialized_floats, graph_breaks_around, without_tensorify
+from .._torch_compilers import forget_specialized_floats, graph_breaks_around, refuse_checkpoints_of, without_tensorify
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, writes_first, written_storages
-from ..graph.nodes import NAME, graphs, source_line, value
+from ..graph.nodes import NAME, argument, graphs, source_line, value
+from ..graph.order import draws_random_numbers
 from ..graph.printing import short_dtype
 from ..report.data import Report
 from ..report.records import GraphReport
@@ -87,7 +88,7 @@ class RewrittenGraph:
 
     def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
         """Return what runs the graph; the report has it from then on."""
-        with traceable_rnn(self.gm), _explained(self.gm), _scalar_writes(self.gm):
+        with traceable_rnn(self.gm), _explained(self.gm), _scalar_writes(self.gm), refuse_checkpoints_of(_draws):
             compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options)
         forget_specialized_floats()
         report.add(self.record)  # not before: what the inner compiler refuses never runs
@@ -97,7 +98,7 @@ class RewrittenGraph:
 
     def trace(self, other_stages: BackwardPasses, run: Callable[[fx.GraphModule, list[Any]], Any]) -> Callable[..., Any]:
         """Return what gives `run` the graph after all passes, and its inputs, when it is called; no report has it."""
-        with traceable_rnn(self.gm), _scalar_writes(self.gm):
+        with traceable_rnn(self.gm), _scalar_writes(self.gm), refuse_checkpoints_of(_draws):
             traced = trace(self.gm, self.example_inputs, other_stages, run)
         forget_specialized_floats()
         return traced
@@ -140,6 +141,10 @@ def _check_collectives(gm: fx.GraphModule) -> None:
                 f"apexfx: {source_line(node)} calls a function of torch.distributed on a tensor that requires a gradient: eager "
                 "sends none back to the other ranks, and a graph would. Give it x.detach(); or, where the gradient is wanted, "
                 "use torch.distributed._functional_collectives: all_gather_single(x, 0, group), or all_reduce(x, 'sum', group)")
+
+
+def _draws(node: fx.Node) -> bool:
+    return draws_random_numbers(node) and argument(node, "dropout_p") != 0  # attention may drop nothing out
 
 
 def _scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:

@@ -193,6 +193,35 @@ def test_dropout_inside_of_a_checkpoint_is_refused():
         step(*samples(1)[0])
 
 
+class CheckpointedAttention(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 1, dropout=dropout, batch_first=True)
+
+    def forward(self, x):
+        y = x.unsqueeze(0)
+        return checkpoint(self.attention, y, y, y, need_weights=False, use_reentrant=False)[0].squeeze(0)
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_attention_inside_of_a_checkpoint_is_computed_again(inner):
+    """Torch marks the op as random, whatever it drops out."""
+    model, (x, y) = CheckpointedAttention(), samples(1)[0]
+    reference = copy.deepcopy(model)
+    step = heads(SGD, model, inner=inner)
+    step(x, y)
+    F.mse_loss(reference(x), y).backward()
+    SGD(reference.parameters(), lr=0.01).step()
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+    code = step.print_readable(after="captured", print_output=False)
+    assert code.count("_scaled_dot_product_flash_attention_for_cpu.default(") == 2
+
+
+def test_attention_with_dropout_inside_of_a_checkpoint_is_refused():
+    with pytest.raises(RuntimeError, match="the model checkpoints activations around random numbers"):
+        heads(model=CheckpointedAttention(0.5))(*samples(1)[0])
+
+
 def test_an_error_of_the_model_is_not_taken_for_one_of_the_capture():
     step = heads()
     with pytest.raises(RuntimeError, match=r"(?s)same reduction dim.*changing_models\.py:.*self\.body"):
