@@ -20,11 +20,15 @@ from .._torch_compilers import (
     keep_kernels,
     keep_order_of_writes,
 )
-from ..graph.nodes import call, graphs
+from ..config import HALVES
+from ..graph.nodes import call, graphs, value
+from ..graph.op_names import canonical_name
 from . import lowerings
 from .cache import compiled_by_one_rank
 
 aten = torch.ops.aten
+
+_MAXIMA = ("amax", "amin", "aminmax", "max", "min", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_")
 
 
 def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
@@ -38,11 +42,26 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
     # Ranks wait for the code of one where all get the same, and Inductor, which may be set to compare them, talks to none.
     is_shared = not (patches or changed_inductor_settings()) and not any(
         isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
-    patches = {**backward.inductor_options, **patches, "post_grad_custom_post_pass": backward}
+    rounding = {"emulate_precision_casts": True} if _compares_halves(gm) else {}
+    patches = {**backward.inductor_options, **rounding, **patches, "post_grad_custom_post_pass": backward}
     if patches.get("cpp_wrapper", inductor_config.cpp_wrapper):
         for node in gm.graph.find_nodes(op="placeholder"):
             node.meta.pop("val", None)  # in place of the inputs it would be read, and None where it is a number or a size
     return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward, is_shared), config_patches=patches)
+
+
+def _compares_halves(gm: fx.GraphModule) -> bool:
+    """Return whether gradients may go to those of several halves that are equal to their maximum.
+
+    Inductor (2.13) computes a half again without rounding it, unless it is told to: then none is, and the gradient is 0 / 0.
+    """
+    nodes = [node for body in graphs(gm) for node in body.graph.nodes]
+    return any(_is_half(value(node)) for node in nodes) and any(
+        node.op in ("call_function", "call_method") and canonical_name(node.target) in _MAXIMA for node in nodes)
+
+
+def _is_half(val: Any) -> bool:
+    return isinstance(val, torch.Tensor) and val.dtype in HALVES
 
 
 def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import apexfx
@@ -40,6 +41,17 @@ class Rows(nn.Module):
         return (h[[0, 0, 1]][:, :4] + torch.einsum("bi,bj->bj", h[:, :4], h[:, 4:])).tanh().sum()
 
 
+class Highest(nn.Module):
+    """Takes the highest of halves, whose gradient is that of the ones which are equal to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(4, 16)
+
+    def forward(self, x):
+        return F.gelu(self.encode(x)).amax(1).float().square().sum()
+
+
 class Shuffled(nn.Linear):
     def forward(self, x):
         return super().forward(0.3 * x + 0.7 * x[torch.randperm(len(x))])
@@ -54,6 +66,16 @@ def test_gradients_and_buffers_are_those_of_eager(make):
         each(x).backward()
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
     torch.testing.assert_close(model.encode.weight.grad, reference.encode.weight.grad)
+
+
+@pytest.mark.long
+def test_the_highest_half_is_found_again_in_backward():
+    torch.manual_seed(0)
+    reference, x = Highest(), torch.randn(16, 4)
+    model = apexfx.transform(copy.deepcopy(reference), opt_level="O2", dtype=torch.bfloat16, inner="inductor")
+    for each in (reference, model):
+        each(x).backward()
+    torch.testing.assert_close(model.encode.weight.grad, reference.encode.weight.grad, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="Inductor of 2.14 compiles it")
