@@ -138,7 +138,7 @@ def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
 
 
 def specialize_floats(numbers: Sequence[torch.SymFloat]) -> None:
-    """Have Dynamo, which runs a backend, capture anew with the values of what numbers are computed from, where it has not."""
+    """Have Dynamo capture the graph once more, the floats that `numbers` are computed from being constants of it then."""
     names = {str(symbol) for number in numbers for symbol in number.node.expr.free_symbols}
     if new := [name for name in names if not TensorifyState.should_specialize(name)]:
         for name in new:

@@ -22,9 +22,9 @@ from .compiler.transformed import get_compiled
 from .config import TransformConfig
 from .graph.nodes import module_path, op_name, value
 from .observe.bundle import exact_copy
-from .observe.comparison import NumericsReport, ops_of, rows_of
 from .observe.interpreter import Interpreter
 from .observe.non_finite import NonFinite
+from .observe.numerics_report import NumericsReport, ops_of, rows_of
 from .observe.reference import Reference, relative
 from .precision.op_rows import OpRow
 from .report.data import Report

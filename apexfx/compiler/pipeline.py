@@ -93,7 +93,7 @@ class Pipeline:
         rows = order.rows(gm.graph)
         order.check(rows_before, rows, pass_.name)
         if before is not None and (result.modified or verification.differ(before, gm)):
-            verification.compare(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
+            verification.check_tier(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
         ops_after, artifacts = count_ops(gm), pass_.artifacts()
         report = PassReport(
             name=pass_.name, stage=stage, numeric=pass_.numeric, ms=ms, matches=list(pass_.matches),

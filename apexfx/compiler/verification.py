@@ -98,7 +98,7 @@ def _float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def compare(
+def check_tier(
     before: fx.GraphModule,
     after: fx.GraphModule,
     inputs: Callable[[], Sequence[Any]],

@@ -35,8 +35,7 @@ from .._torch import (
 NAME, KIND, OTHER_NAMES, INPUT_NAMES = "apexfx_name", "apexfx_kind", "apexfx_aliases", "apexfx_inputs"
 # Meta key of a cast that a pass has put in: its row of the ledger.
 CAST_ROW = "apexfx_cast"
-# Meta keys of a node of a Dynamo graph: every path of the module in which it was traced; where that is one of several, every path
-# of each.
+# Meta key of a node of a Dynamo graph: all registered paths of the module, or modules, in which it was traced.
 MODULE_PATHS = "apexfx_module_paths"
 # Meta key of a training step's node that was traced in no module of the model.
 OUTSIDE_OF_MODEL = "apexfx_outside_of_model"

@@ -40,9 +40,8 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 class MemoryCheck:
     """Refuses inputs that are the memory of what a step updates: they would be read before or after, as the graph happens to lie.
 
-    What the forward writes, running statistics say, may share memory with what it shared memory with in the first call, or in
-    `capture()`, for which the graph was compiled. All is compared with all then, and where something that is written has moved.
-    As long as nothing has, an input that is alone in its memory shares none.
+    What the forward writes, such as running statistics, may share memory with the inputs that it shared memory with when the
+    graph was compiled. All pairs are compared in the first call, and again once something that is written has moved.
 
     Args:
         placeholders: the inputs.

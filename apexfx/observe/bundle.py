@@ -129,7 +129,7 @@ class Run:
         data = self._bundle.data
         if digest(norm) not in data["digests"].values():
             data["reproduced"] = False
-            data["event"] += ("; this graph gives another norm, since calls before had gathered gradients, other ranks took "
+            data["event"] += ("; this graph gives another norm, since calls before had accumulated gradients, other ranks took "
                               "part, or the model was changed since")
 
     @property

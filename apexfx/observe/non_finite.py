@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import tree_leaves
-from ..graph.nodes import KIND, module_path, op_name, source_line
+from ..graph.nodes import KIND, NAME, module_path, op_name, source_line
 
 BACKWARD = "apexfx_backward"  # marks nodes of a backward, in their meta["custom"]
 _NAN, _INF, _MINUS_INF = "nan", "inf", "-inf"
@@ -106,7 +106,7 @@ class NonFinite:
     def _finding(self, node: fx.Node) -> Finding:
         (what, dtype), source = self._what[node], ""
         if node.op == "placeholder":
-            source = f"{_KINDS[node.meta.get('apexfx_kind', 'input')]} {node.meta.get('apexfx_name', node.name)!r}"
+            source = f"{_KINDS[node.meta.get(KIND, 'input')]} {node.meta.get(NAME, node.name)!r}"
             node = self._readers[node]
         place, of = self._place[node], node  # and what it is the backward of
         phase = "forward" if not self._backward or place < self._backward.start \

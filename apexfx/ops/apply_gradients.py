@@ -22,7 +22,7 @@ from ._define import LIBRARY
 
 LIBRARY.define(
     "apply_gradients(Tensor[] params, Tensor?[] grads, Tensor[] states, Tensor[] scalars, str plan, Tensor? count=None)"
-    " -> (Tensor found_inf, Tensor norm, Tensor[] gradients)"
+    " -> (Tensor skip, Tensor norm, Tensor[] gradients)"
 )
 
 
@@ -59,7 +59,7 @@ class SafeguardRow:
         log: index of a float64 matrix of which each row is a skipped step: see `optimizers/safeguard_decision.py`.
         window: how many norms the running average is over, and how many are needed before one is a spike.
         spike_factor: a norm above so many times the average is a spike; None where none is.
-        calls: how many have gathered the gradients.
+        calls: how many have accumulated the gradients.
     """
 
     state: int
@@ -128,7 +128,7 @@ class StepPlan:
         return json.dumps(row, sort_keys=True)
 
     def of_calls(self, calls: int) -> StepPlan:
-        """Return the plan where so many calls have gathered the gradients."""
+        """Return the plan where so many calls have accumulated the gradients."""
         judged = self.safeguard and dataclasses.replace(self.safeguard, calls=calls)
         return dataclasses.replace(self, safeguard=judged)
 

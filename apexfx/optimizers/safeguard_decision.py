@@ -17,8 +17,8 @@ def new_state(device: torch.device) -> tuple[Tensor, Tensor]:
 
     A row of the log is a skipped step: which one, counted from 1; `NOT_FINITE` or `SPIKE`; the norm; the place among the
     parameters of the first gradient that is not finite; the running average of the norm and the limit, read of a spike
-    alone; the first and the last of the calls that gathered its gradients. Skip number i, counted from 0, is in the row i modulo
-    `LOGGED`.
+    alone; the first and the last of the calls that accumulated its gradients. Skip number i, counted from 0, is in the row i
+    modulo `LOGGED`.
     """
     return torch.zeros(4, dtype=torch.float64, device=device), torch.zeros(LOGGED, 8, dtype=torch.float64, device=device)
 

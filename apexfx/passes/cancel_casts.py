@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import set_grad_enabled
 from ..graph.mutation import bodies, storages, written
-from ..graph.nodes import CAST_ROW, value
+from ..graph.nodes import CAST_ROW, NAME, value
 from ..precision.casts import RemovedCast, dtype_of, is_inserted_cast, ledger_row, user_cast
 from ..precision.rules import FLOATS
 from ..report.records import Artifacts
@@ -54,7 +54,7 @@ class CancelCasts(Pass):
 
     def drop(self, cast: fx.Node, instead: fx.Node, why: str) -> None:
         """Let `instead` take the place of `cast`, and keep the cast's row of the ledger with why it went."""
-        self.erase(cast, why=f"{why}: {instead.meta.get('apexfx_name', instead.name)} serves", instead=instead)
+        self.erase(cast, why=f"{why}: {instead.meta.get(NAME, instead.name)} serves", instead=instead)
 
     def erase(self, cast: fx.Node, *, why: str, instead: fx.Node | None = None) -> None:
         row = cast.meta.get(CAST_ROW) or \

@@ -11,7 +11,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..errors import PassError
 from ..graph.mutation import storages, written
-from ..graph.nodes import KIND, call, fake_mode, value
+from ..graph.nodes import KIND, NAME, call, fake_mode, value
 from .base import Pass
 from .unscale_clip_update import SKIP
 
@@ -59,4 +59,4 @@ class SkipWrites(Pass):
             kept = call(write.graph, aten.where.self, (skipped, target, new), like=write, mode=mode)
         write.args = (target, kept)
         output.prepend(write)
-        self.record(write, f"{target.meta.get('apexfx_name', target.name)} stays as it was in a skipped step")
+        self.record(write, f"{target.meta.get(NAME, target.name)} stays as it was in a skipped step")

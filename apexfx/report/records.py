@@ -132,7 +132,7 @@ class GraphReport:
     Attributes:
         training: whether a backward graph belongs to it.
         parameters: names of the parameters that enter it.
-        local: whether it is the variant without allreduce nodes, which runs inside `no_sync()`, or gathers the gradients of a
+        local: whether it is the variant without allreduce nodes, which runs inside `no_sync()`, or accumulates the gradients of a
             step's earlier calls.
         mode: "train" or "eval", the mode of the model; "" where that is not known.
         inputs: of its inputs, those that are neither parameters, buffers nor state: "x f32[4,8]"; "?" for a dynamic size.

@@ -5,9 +5,9 @@ reads and writes besides its batch), `function` and its `inputs` (what Dynamo tr
 (losses with a denominator of their own), `step_graphs` (how a call runs it), `compiler` (what becomes of the captured graph),
 `in_pieces` (what cannot be). Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides),
 `optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
-`loss_scale` and `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps` (where that began,
-and bundles that run it again), `replicas` (whether the ranks still train one model); `ema` (averages of the parameters);
-`errors` and `wrong_call` (what a user is told). The folder `artifact` is a compiled step in a file.
+`loss_scale` and `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps` (where that began),
+`bundle_recorder` (a call that another process runs again), `replicas` (whether the ranks still train one model); `ema` (averages
+of the parameters); `errors` and `wrong_call` (what a user is told). The folder `artifact` is a compiled step in a file.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def _applied(gm: fx.GraphModule) -> tuple[Sequence[fx.Node], Sequence[fx.Node | 
 
 
 class StepPasses(BackwardPasses):
-    """The same for a whole training step, which AOTAutograd lowers to one graph: the backward passes, then those of the step.
+    """The backward passes, then those of the step, over the one graph that AOTAutograd lowers a training step to.
 
     Args:
         present: for each parameter, whether it had a gradient when the graph was captured; [] where none is applied.

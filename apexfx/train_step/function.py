@@ -98,9 +98,9 @@ def apply_gradients(inputs: StepInputs, grads: list[Tensor | None], weighted: We
     """Do what the plan says; return the mean of a loss that is one, whether the step is skipped, the norm, which parameters have
     a gradient, and those that leave the step.
     """
-    found_inf, norm, gradients = torch.ops.apexfx.apply_gradients.default(
+    skip, norm, gradients = torch.ops.apexfx.apply_gradients.default(
         inputs.params, grads, inputs.states, inputs.scalars, inputs.plan, *([] if weighted is None else [weighted.count]))
-    return weighted and weighted.mean, found_inf, norm, tuple(g is not None for g in grads), gradients
+    return weighted and weighted.mean, skip, norm, tuple(g is not None for g in grads), gradients
 
 
 class NotCompiled(RuntimeError):

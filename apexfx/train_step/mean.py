@@ -25,8 +25,8 @@ class Mean:
 
     Args:
         total: the sum, a scalar tensor.
-        count: of how many it is the sum, at least 0: a scalar tensor, or a number (each float is a graph of its own); nothing is
-            differentiated through it. Where it is 0, the total is left out, nan or not; only its gradients have to be finite.
+        count: of how many it is the sum, at least 0: a scalar tensor, or a number; nothing is differentiated through it. Where
+            it is 0, the total is left out, nan or not; only its gradients have to be finite.
 
     Attributes:
         terms: (total, count) of each mean that was added.

@@ -97,7 +97,7 @@ class OptimizerState:
         self._versions = [tensor_version(step) for step in self._counts.values()]
 
     def was_counted_by_others(self) -> bool:
-        """Whether something else than the graph has written or moved such numbers since, and perhaps not those of all alike."""
+        """Return whether something else than the graph has written or moved such numbers since."""
         return self._versions != [tensor_version(step) for step in self._counts.values()] or self._where != self._where_now()
 
     def _where_now(self) -> list[int]:

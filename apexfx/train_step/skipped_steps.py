@@ -1,4 +1,4 @@
-"""The steps that were skipped: which, where the last one began, and bundles that run it again.
+"""The steps that were skipped: which, and where the last one began.
 
 A step that is skipped changes nothing, so that its graph can be computed once more on copies of what it ran on.
 """
@@ -6,11 +6,9 @@ A step that is skipped changes nothing, so that its graph can be computed once m
 from __future__ import annotations
 
 import contextlib
-import logging
 import operator
 import random
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +25,7 @@ from ..ops.apply_gradients import StepPlan
 from ..random_state import forked_random
 from .loss_scale import SCALE, SKIPS
 from .parts import CallGraphs, StepParts
-from .safeguard import NOT_SEARCHED, STATE, Event
-from .state import TrainingState
-
-log = logging.getLogger(__name__)
+from .safeguard import NOT_SEARCHED, Event
 
 
 class LastCall:
@@ -186,104 +181,3 @@ class SkippedSteps:
         """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""
         overflowed = self._scale.mode == "dynamic" and self.skip > 0 and not self.norm.isfinite()
         return 1 / StepPlan.backoff_factor if overflowed else 1.0
-
-
-class BundleRecorder:
-    """Writes bundles of a step's last call, which `python -m apexfx replay` runs again.
-
-    Over ranks, all run the graph at once, so that each bundle has what the others sent; where one of them cannot take part, each
-    is recorded as if all held what it holds.
-
-    Args:
-        parts, graphs, state, skipped: of the step.
-    """
-
-    def __init__(self, parts: StepParts, graphs: CallGraphs, state: TrainingState, skipped: SkippedSteps) -> None:
-        self._graphs, self._state, self._skipped, self._safeguard = graphs, state, skipped, parts.safeguard
-        self._device, self._described, self._group = parts.device, parts.report.config, parts.groups.gradients
-        self._agreement = parts.agreement if self._group is not None else None
-        self._fuses = parts.options.config.inner != "eager"
-        safeguard = parts.options.safeguard
-        self._folder, self._max_records = (safeguard.record_dir, safeguard.max_records) if safeguard is not None else (None, 0)
-
-    def record(self, path: Path) -> None:
-        """Write a bundle of the last call; errors as of `TrainStep.record`."""
-        if self._agreement is not None:
-            self._agreement.ensure("call that record() writes a bundle of", [self._state.num_calls])
-        try:
-            bundle.check_new(path)
-            run = self._run_of_last_call()
-        except Exception:
-            self._all_are(ready=False)
-            raise
-        self._compute(run, communicates=self._all_are(ready=True))
-        run.write(path)
-
-    def record_where_skipped(self) -> None:
-        """Write a bundle of the last call, if it was skipped, where the safeguard says so; waits for the device."""
-        call = self._skipped.call
-        if self._folder is None or call is None or call.recorded:
-            return
-        call.recorded = True  # at most once
-        if not self._skipped.skip > 0:
-            return
-        run = path = None
-        try:
-            path = self._free_path(int(self._safeguard.tensors[STATE][0]))
-            if path is not None:
-                log.warning("apexfx: the last step was skipped; its graph is traced once more and written to %s, which may take "
-                            "as long as its capture", path)
-            run = self._run_of_last_call() if path is not None else None
-        except Exception as error:
-            self._warn(error)
-        communicates = self._all_are(ready=run is not None)
-        if run is None:
-            return
-        try:
-            self._compute(run, communicates=communicates)
-            run.write(path)
-            log.warning("apexfx: %s; python -m apexfx replay %s runs it again", run.event, path)
-        except Exception as error:
-            self._warn(error)
-
-    def _run_of_last_call(self) -> bundle.Run:
-        call, event = self._skipped.call, None
-        if call is None or call.batch_has_changed():
-            why = "the batch of the last call was written since" if call is not None else \
-                "there is no last call that updates and may be skipped; a step keeps its batch with safeguard= or a loss scale"
-            raise RuntimeError(f"apexfx: record() has nothing to record: {why}")
-        if self._safeguard is not None and self._skipped.skip > 0 and (events := self._skipped.events()):
-            event = str(events[-1])
-        traced, inputs = graph_of(self._graphs, call, scale_factor=self._skipped.scale_factor())
-        return bundle.Run(traced.gm, inputs, random=call.random, random_of_device=call.random_of_device, device=self._device,
-                          about={"rank": _rank(), "event": event, "options": {
-                              name: str(value) for name, value in self._described.items()}})
-
-    def _compute(self, run: bundle.Run, *, communicates: bool) -> None:
-        """Compute what is recorded."""
-        run.compute(communicates=communicates)
-        # Of what is not finite, the event says where it began; Inductor's kernels round otherwise, and have other random numbers.
-        if run.event is not None and self._skipped.norm.isfinite() and not self._fuses:
-            run.check_norm(self._skipped.norm)
-
-    def _all_are(self, *, ready: bool) -> bool:
-        """Return whether there are other ranks, and all are ready to run the graph at once; each has to ask."""
-        if self._agreement is None:
-            return False
-        num_ready = torch.tensor([int(ready)], device=self._device)
-        self._group.allreduce([num_ready]).wait()
-        return int(num_ready) == self._group.size()
-
-    def _warn(self, error: Exception) -> None:
-        """Say why there is no bundle: a full disk, no permission, an op that none holds. Training goes on."""
-        log.warning("apexfx: a step could not be recorded in %s: %s", self._folder, str(error).removeprefix("apexfx: "))
-
-    def _free_path(self, call: int) -> Path | None:
-        """Return where the bundle of a call goes; None where this rank has enough of them."""
-        own, folder = f"rank-{_rank()}", Path(self._folder)
-        present = len(list(folder.glob(f"call-*-{own}")))
-        return folder / f"call-{call}-{own}" if present < self._max_records else None
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

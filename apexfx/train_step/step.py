@@ -28,6 +28,7 @@ from ..report.text import options_text
 from . import checkpoint
 from .accumulation import clear_accumulated
 from .artifact.graphs import ArtifactGraphs
+from .bundle_recorder import BundleRecorder
 from .ema import EmaState
 from .function import apply_gradients
 from .inputs import StepInputs
@@ -41,7 +42,7 @@ from .parameters import check_optimizer, set_up_step, trained_parameters
 from .parts import CallGraphs, StepParts
 from .replicas import replica_check
 from .safeguard import Event, SafeguardState
-from .skipped_steps import BundleRecorder, SkippedSteps
+from .skipped_steps import SkippedSteps
 from .state import TrainingState
 from .wrong_call import Call
 

@@ -28,10 +28,10 @@ def end_of_a_step(gradient, writes=False, plan=PLAN):
         writes: whether the graph writes that input then.
     """
     def run(w, x, lr):
-        found_inf, norm, kept = torch.ops.apexfx.apply_gradients([w], [gradient(w, x)], [], [lr], plan.json)
+        skip, norm, kept = torch.ops.apexfx.apply_gradients([w], [gradient(w, x)], [], [lr], plan.json)
         if writes:
             torch.ops.aten.add_.Tensor(x, 1.0)
-        return found_inf, norm, w * 2.0, *kept
+        return skip, norm, w * 2.0, *kept
 
     gm = make_fx(run, tracing_mode="fake")(torch.ones(3), torch.ones(3), torch.ones(()))
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):

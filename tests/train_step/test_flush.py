@@ -149,7 +149,7 @@ def test_the_report_of_an_accumulating_step_says_what_its_graphs_are_for():
     step = make(accumulate=2)
     for batch in batches(2):
         step(*batch)
-    assert str(step.report).count("graph 0: gathers gradients, for the calls of accumulate= before") == 1
+    assert str(step.report).count("graph 0: accumulates gradients, for calls of accumulate= before") == 1
     assert "no_sync" not in str(step.report)
 
 

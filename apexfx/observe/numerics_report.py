@@ -338,8 +338,8 @@ def _narrowed_by(node: fx.Node, belongs: Mapping[fx.Node, Any], casts: Collectio
 
 
 def _rank(row: Row) -> tuple[Any, ...]:
-    """Sort what destroys a tensor first, and that whose error a later op makes that of; then what makes more error than its dtype
-    does, by share; then the others, by share. What is equal stays in order.
+    """Rank first the ops that destroy a tensor, or whose error a later op blows up; then those above the rounding of their dtype,
+    by share; then the rest, by share. Equals stay in order.
     """
     if row.is_lost or row.consequence or row.error > _DESTROYED and row.matters:
         return 0, 0.0

@@ -1,0 +1,114 @@
+"""Bundles of a step's last call, which another process runs again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..observe import bundle
+from .parts import CallGraphs, StepParts
+from .safeguard import STATE
+from .skipped_steps import SkippedSteps, graph_of
+from .state import TrainingState
+
+log = logging.getLogger(__name__)
+
+
+class BundleRecorder:
+    """Writes bundles of a step's last call, which `python -m apexfx replay` runs again.
+
+    Over ranks, all run the graph at once, so that each bundle has what the others sent; where one of them cannot take part, each
+    is recorded as if all held what it holds.
+
+    Args:
+        parts, graphs, state, skipped: of the step.
+    """
+
+    def __init__(self, parts: StepParts, graphs: CallGraphs, state: TrainingState, skipped: SkippedSteps) -> None:
+        self._graphs, self._state, self._skipped, self._safeguard = graphs, state, skipped, parts.safeguard
+        self._device, self._described, self._group = parts.device, parts.report.config, parts.groups.gradients
+        self._agreement = parts.agreement if self._group is not None else None
+        self._fuses = parts.options.config.inner != "eager"
+        safeguard = parts.options.safeguard
+        self._folder, self._max_records = (safeguard.record_dir, safeguard.max_records) if safeguard is not None else (None, 0)
+
+    def record(self, path: Path) -> None:
+        """Write a bundle of the last call; errors as of `TrainStep.record`."""
+        if self._agreement is not None:
+            self._agreement.ensure("call that record() writes a bundle of", [self._state.num_calls])
+        self._write(lambda: path)
+
+    def record_where_skipped(self) -> None:
+        """Write a bundle of the last call, if it was skipped, where the safeguard says so; waits for the device."""
+        call = self._skipped.call
+        if self._folder is None or call is None or call.recorded:
+            return
+        call.recorded = True  # at most once
+        if not self._skipped.skip > 0:
+            return
+        try:
+            self._write(self._announced_path)
+        except Exception as error:  # a full disk, no permission, an op that no bundle holds: training goes on
+            log.warning("apexfx: a step could not be recorded in %s: %s", self._folder, str(error).removeprefix("apexfx: "))
+
+    def _write(self, path_of: Callable[[], Path | None]) -> None:
+        """Write a bundle of the last call, for which all ranks run its graph at once; every rank has to call this.
+
+        Args:
+            path_of: returns where; None where this rank writes none.
+        """
+        run = None
+        try:
+            if (path := path_of()) is not None:
+                bundle.check_new(path)
+                run = self._run_of_last_call()
+        finally:
+            communicates = self._all_are(ready=run is not None)
+        if run is None:
+            return
+        run.compute(communicates=communicates)
+        # Of what is not finite, the event says where it began; Inductor's kernels round otherwise, and have other random numbers.
+        if run.event is not None and self._skipped.norm.isfinite() and not self._fuses:
+            run.check_norm(self._skipped.norm)
+        run.write(path)
+        if run.event is not None:
+            log.warning("apexfx: %s; python -m apexfx replay %s runs it again", run.event, path)
+
+    def _run_of_last_call(self) -> bundle.Run:
+        call, event = self._skipped.call, None
+        if call is None or call.batch_has_changed():
+            why = "the batch of the last call was written since" if call is not None else \
+                "there is no last call that updates and may be skipped; a step keeps its batch with safeguard= or a loss scale"
+            raise RuntimeError(f"apexfx: record() has nothing to record: {why}")
+        if self._safeguard is not None and self._skipped.skip > 0 and (events := self._skipped.events()):
+            event = str(events[-1])
+        traced, inputs = graph_of(self._graphs, call, scale_factor=self._skipped.scale_factor())
+        return bundle.Run(traced.gm, inputs, random=call.random, random_of_device=call.random_of_device, device=self._device,
+                          about={"rank": _rank(), "event": event, "options": {
+                              name: str(value) for name, value in self._described.items()}})
+
+    def _all_are(self, *, ready: bool) -> bool:
+        """Return whether there are other ranks, and all are ready to run the graph at once; each has to ask."""
+        if self._agreement is None:
+            return False
+        num_ready = torch.tensor([int(ready)], device=self._device)
+        self._group.allreduce([num_ready]).wait()
+        return int(num_ready) == self._group.size()
+
+    def _announced_path(self) -> Path | None:
+        """Return where the bundle of a skipped call goes, and say that it is written; None where this rank has enough of them."""
+        own, folder = f"rank-{_rank()}", Path(self._folder)
+        if len(list(folder.glob(f"call-*-{own}"))) >= self._max_records:
+            return None
+        path = folder / f"call-{int(self._safeguard.tensors[STATE][0])}-{own}"
+        log.warning("apexfx: the last step was skipped; its graph is traced once more and written to %s, which may take as "
+                    "long as its capture", path)
+        return path
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
