@@ -34,6 +34,9 @@ _OBSTACLES = (
          "Clear a part of the loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, "
          "None), and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
          "that they compute; use those of torch.nn.utils.parametrizations"),
+        (r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad|creation function with requires_grad",
+         "requires_grad is set in a way that a graph cannot hold",
+         "Write x.detach().requires_grad_()"),
         (r"use_numpy_random_stream", "np.random of NumPy is called, whose numbers are in no graph", "Draw by torch.rand()"),
         (r"how to trace .*`(?:<unknown module>\.)?Random\.(\w+)\.?`", "random.{0}() of Python is called, which is in no graph",
          "Draw by torch.rand(())"),

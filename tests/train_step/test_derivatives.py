@@ -165,6 +165,26 @@ def test_a_derivative_without_create_graph_is_refused():
         step(X, ENERGY, FORCE)
 
 
+def slope_by(make):
+    def objective(model, x):
+        x = make(x)
+        return torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0].square().mean()
+
+    return objective
+
+
+@pytest.mark.parametrize("make", [lambda x: x.requires_grad_(), lambda x: setattr(x, "requires_grad", True) or x,
+                                  lambda x: torch.zeros(x.shape, requires_grad=True)])
+def test_a_tensor_that_is_to_require_a_gradient_is_refused_with_what_to_write(make):
+    model = mlp()
+    refused, step = (apexfx.train_step(model, objective=slope_by(how), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                                       opt_level="O0", inner="eager") for how in (make, lambda x: x.detach().requires_grad_()))
+    with pytest.raises(RuntimeError, match=r"Write x\.detach\(\)\.requires_grad_\(\)"):
+        refused(X.clone())
+    expected = slope_by(lambda x: x.requires_grad_())(model, X.clone())
+    torch.testing.assert_close(step(X.clone()), expected.detach())
+
+
 def test_a_forward_derivative_that_is_not_captured_leaves_autograd_on():
     """torch's frames, closed by the garbage collector, would switch it off for this thread."""
     def objective(model, x):
