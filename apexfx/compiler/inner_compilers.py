@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +58,12 @@ def _compares_halves(gm: fx.GraphModule) -> bool:
     """
     nodes = [node for body in graphs(gm) for node in body.graph.nodes]
     return any(_is_half(value(node)) for node in nodes) and any(
-        node.op in ("call_function", "call_method") and canonical_name(node.target) in _MAXIMA for node in nodes)
+        node.op in ("call_function", "call_method") and _takes_maximum(node) for node in nodes)
+
+
+def _takes_maximum(node: fx.Node) -> bool:
+    name, arguments = canonical_name(node.target), (*node.args, *node.kwargs.values())
+    return name in _MAXIMA or "norm" in name and any(each in (math.inf, -math.inf) for each in arguments)
 
 
 def _is_half(val: Any) -> bool:
