@@ -34,6 +34,7 @@ from torch._dynamo.exc import (
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
+from torch._dynamo.variables import builder
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as aot_checkpoints
@@ -165,6 +166,11 @@ def refuse_checkpoints_of(is_random: Callable[[torch.fx.Node], bool]) -> context
     """
     return mock.patch.object(aot_checkpoints, "has_recomputable_rng_ops", lambda gm: any(
         is_random(node) for node in gm.graph.nodes if partitioners.must_recompute(node)))
+
+
+def guard_classes() -> contextlib.AbstractContextManager[Any]:
+    """Have Dynamo guard a class that it reads through a closure, as that of an `isinstance`: 2.13 does so of others alone."""
+    return mock.patch.object(builder, "is_from_closure_source", lambda _: False, create=True)
 
 
 def keep_order_of_writes() -> contextlib.AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import functorch_config, tensor_version
-from .._torch_compilers import dynamo_config, run_cached_graphs
+from .._torch_compilers import dynamo_config, guard_classes, run_cached_graphs
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
 from ..compiler.rewritten_graph import WeakBackend
@@ -124,7 +124,7 @@ class StepGraphs:
         gradients = grad_versions(self._state.lists.params)
         self._state.keep_buffers()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
-        with contextlib.nullcontext() if is_set else self._patch, torch.no_grad(), capture_errors(), \
+        with contextlib.nullcontext() if is_set else self._patch, guard_classes(), torch.no_grad(), capture_errors(), \
                 self._parts.step_model.traceable() as model, self._recording(model, batch, named, variant is self._accumulates):
             outputs = variant.compiling(self._inputs(model), batch, named)
         if grad_versions(self._state.lists.params) != gradients:  # by what the compiler does not know for a backward
