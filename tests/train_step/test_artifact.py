@@ -7,6 +7,8 @@ import functools
 import hashlib
 import os
 from pathlib import Path
+import re
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -393,6 +395,33 @@ def test_a_step_whose_file_cannot_be_written_trains(kept, tmp_path):
 
 
 # ---- without compiling anything ---------------------------------------------------------------------------------------------
+
+
+@torch.compiler.allow_in_graph
+def doubled(x):
+    return x * SCALE * 2.0
+
+
+class Scaled(type):
+    def __instancecheck__(cls, each):
+        return SCALE > 0
+
+
+SCALED = Scaled("Anything", (), {})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compute, obstacle", [
+    (lambda x, _: doubled(x), r"doubled\(\), which Dynamo has put into the graph and not read"),
+    (lambda x, _: x.doubled(), r"doubled\(\), which Dynamo has put into the graph"),
+    (lambda x, _: x * isinstance(x, SCALED), "SCALED, a class with an isinstance of its own"),
+    (lambda x, y: x * y.weight, r"batch\[1\].weight, an attribute of a tensor of the batch")])
+def test_what_another_program_could_do_otherwise_unseen_is_not_written(compute, obstacle, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "doubled", doubled, raising=False)
+    step, y = make(tmp_path / "step", loss=lambda output, y: F.cross_entropy(compute(output, y), y)), Y.clone()
+    y.weight = 2.0
+    step(X, y)
+    assert any(re.search(obstacle, note) for note in step.report.notes) and not (tmp_path / "step").exists()
 
 
 @pytest.mark.parametrize("options, pattern", [

@@ -16,6 +16,7 @@ import importlib
 import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
+import sys
 from typing import Any
 
 import torch
@@ -47,7 +48,10 @@ _OF_ATTRIBUTE = {"HASATTR": "attr", "NOT_PRESENT_IN_GENERIC_DICT": "attr", "DICT
 
 # Sources of what each call is given, and of what a module holds itself.
 _LOOKED_AT = re.compile(r"L\['(?:batch|named_inputs)'\]|L\['inputs'\]\.(?!model\b|objective\b)")
-_OF_MODULE = re.compile(r"L\['inputs'\]\.model(?:\._modules\['[^']*'\])*(?:\.\w+(?:\['[^']*'\])?)?")
+_OF_MODULE = re.compile(r"L\['inputs'\]\.model(?:\._modules\['[^']*'\])*(?:\._(?:parameters|buffers)\['[^']*'\]|\.\w+)?")
+
+_OF_VARS = re.compile(r"(.*\.__dict__)\[")
+_OF_BATCH = re.compile(r"(L\['(?:batch|named_inputs)'\](?:\[[^][]*\])*)\.")
 
 
 class NotComparable(Exception):
@@ -154,6 +158,16 @@ def code_digest(code: types.CodeType) -> str:
     """Return a hash of what a function does, wherever it is written."""
     constants = [code_digest(each) if isinstance(each, types.CodeType) else
                  repr(sorted(map(repr, each))) if isinstance(each, frozenset) else repr(each) for each in code.co_consts]
+def _is_own_code(place: Any) -> bool:
+    return place.__module__.partition(".")[0] in ("torch", *sys.stdlib_module_names)
+
+
+def _decides_what_is_of_it(value: Any) -> bool:
+    """Return whether a class has code of its own for `isinstance`, which Dynamo runs and does not read."""
+    found = [getattr(type(value), name) for name in ("__instancecheck__", "__subclasscheck__")] if isinstance(value, type) else []
+    return any(isinstance(each, types.FunctionType) and not _is_own_code(each) for each in found)
+
+
     return _digest(code.co_code.hex(), *map(repr, (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
                                                    code.co_argcount, code.co_kwonlyargcount, code.co_flags)), *constants)
 
@@ -252,6 +266,10 @@ def rows_of(guards: Iterable[Any], scope: Scope, facts: Facts) -> list[Row]:
 class Values:
     """What Dynamo has read besides the batch and what modules hold themselves: globals, closures, attributes of objects.
 
+        if (owner := _OF_BATCH.match(source)) and kind in _OF_VALUE and isinstance(scope.value(owner[1]), Tensor):
+            raise NotComparable(f"{readable(source)}, an attribute of a tensor of the batch")
+        if _decides_what_is_of_it(value):
+            raise NotComparable(f"{readable(source)}, a class with an isinstance of its own")
     Args:
         rows: of a call.
         scope: of it, when they were found to hold.

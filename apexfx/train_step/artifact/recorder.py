@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -52,10 +52,12 @@ class ArtifactRecorder:
         """
         from ..._torch_compilers import changes_of_python, traced_code
 
-        foreign = [node for each in graphs(gm) for node in each.graph.nodes if node.op == "call_function"
-                   and getattr(node.target, "namespace", "aten") not in _KNOWN_OPS]
+        nodes = [node for each in graphs(gm) for node in each.graph.nodes if node.op in ("call_function", "call_method")]
+        foreign = [node for node in nodes if getattr(node.target, "namespace", "aten") not in _KNOWN_OPS]
+        unread = [each for each in map(_callee, nodes) if isinstance(each, FunctionType) and not _is_own(each.__code__)]
         self._graph, self._codes, self._changes = graph, traced_code(), changes_of_python()
-        self._obstacle = f"{foreign[0].target}, whose derivative may change" if foreign else ""
+        self._obstacle = f"{foreign[0].target}, whose derivative may change" if foreign else \
+            f"{unread[0].__qualname__}(), which Dynamo has put into the graph and not read" if unread else ""
 
         def recorded(*args: Any) -> Any:
             outputs = run(*args)
@@ -125,7 +127,11 @@ class ArtifactRecorder:
         return row, {names[name]: library for name, library in stored_code.kernels.items()}
 
 
-_OWN = tuple(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parent, os.__file__))
+_OWN = tuple(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parents[1], os.__file__))
+
+
+def _callee(node: fx.Node) -> Any:
+    return getattr(Tensor, node.target, None) if node.op == "call_method" else node.target
 
 
 def _is_own(code: CodeType) -> bool:
