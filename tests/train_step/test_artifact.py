@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 import hashlib
 import os
-from pathlib import Path
 import re
 from collections import deque
-from types import SimpleNamespace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -221,6 +222,8 @@ WATCHED = {
     "parameter": lambda model, _: setattr(model.head, "bias", nn.Parameter(torch.zeros(3))),
     "submodule": lambda model, _: setattr(model, "drop", nn.Identity()),
     "element": lambda model, _: model.scales.append(1.0),
+    "element of a deque": lambda model, _: model.recent.append(1.0),
+    "order": lambda model, _: model._modules.__setitem__("norm", model._modules.pop("norm")),
     "hook": lambda model, _: model.head.register_forward_hook(lambda *_: None),
     "hook that is gone": lambda _, hook: hook.remove(),
 }
@@ -229,7 +232,7 @@ WATCHED = {
 @pytest.mark.parametrize("change", WATCHED)
 def test_a_loaded_call_notices_what_modules_hold(change):
     step = make(None)
-    step.model.scales, hook = [1.0], step.model.body.register_forward_hook(lambda *_: None)
+    step.model.scales, step.model.recent, hook = [1.0], deque([1.0]), step.model.body.register_forward_hook(lambda *_: None)
     watch = Watch(step._parts)
     assert not watch.has_changed()
     WATCHED[change](step.model, hook)
@@ -240,17 +243,24 @@ def test_a_loaded_call_notices_what_else_was_read(monkeypatch):
     class Options:
         scale, weights = 1.0, [[1.0]]
 
-    options, loss = Options(), loss_of(2.0)
+    options, loss, model = Options(), loss_of(2.0), Net()
+    table = {"a": 1.0}
+    model.config = {"inner": {"a": 1.0, "b": 2.0}, "recent": deque([1.0]), "table": MappingProxyType(table)}
     sources = ["G['SCALE']", "L['inputs'].objective.options.scale", "L['inputs'].objective.options.weights[0]",
                "L['inputs'].objective.loss.__closure__[0].cell_contents",
+               "L['inputs'].model.config['inner']", "L['inputs'].model.config['recent']",
+               "L['inputs'].model.config['table']",
                "L['inputs'].model._modules['drop'].p", "L['batch'][0]", "L['inputs'].params[0]", "G['not_there']"]
     objective = SimpleNamespace(options=options, loss=loss)
-    scope = Scope(Net.forward, {"inputs": SimpleNamespace(model=Net(), objective=objective, params=[X]), "batch": (X,)})
+    scope = Scope(Net.forward, {"inputs": SimpleNamespace(model=model, objective=objective, params=[X]), "batch": (X,)})
 
     def values():
         return Values([[source, "EQUALS_MATCH", None, ""] for source in sources], scope)
 
     for change in (lambda: monkeypatch.setattr("tests.train_step.test_artifact.SCALE", 2.0),
+                   lambda: model.config["inner"].update(c=3.0), lambda: model.config["recent"].append(2.0),
+                   lambda: table.update(b=2.0),
+                   lambda: model.config["inner"].update(a=model.config["inner"].pop("a")),  # equal, and in another order
                    lambda: setattr(options, "scale", 2.0), lambda: options.weights[0].append(2.0),
                    lambda: setattr(loss.__closure__[0], "cell_contents", 3.0),
                    lambda: delattr(objective, "options")):
@@ -387,16 +397,6 @@ def test_what_cannot_be_told_from_another_program_is_not_written(model, calls, t
         step.save_artifact(tmp_path / "step")
 
 
-@pytest.mark.long
-def test_a_step_whose_file_cannot_be_written_trains(kept, tmp_path):
-    losses, state, *_, notes, _ = in_new_process(tmp_path / "none" / "step", tmp_path / "cache")
-    assert (losses, state) == kept[1][:2]
-    assert any("cannot be written (No such file or directory), and the step compiles at each start" in note for note in notes)
-
-
-# ---- without compiling anything ---------------------------------------------------------------------------------------------
-
-
 @torch.compiler.allow_in_graph
 def doubled(x):
     return x * SCALE * 2.0
@@ -424,6 +424,16 @@ def test_what_another_program_could_do_otherwise_unseen_is_not_written(compute, 
     assert any(re.search(obstacle, note) for note in step.report.notes) and not (tmp_path / "step").exists()
 
 
+@pytest.mark.long
+def test_a_step_whose_file_cannot_be_written_trains(kept, tmp_path):
+    losses, state, *_, notes, _ = in_new_process(tmp_path / "none" / "step", tmp_path / "cache")
+    assert (losses, state) == kept[1][:2]
+    assert any("cannot be written (No such file or directory), and the step compiles at each start" in note for note in notes)
+
+
+# ---- without compiling anything ---------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("options, pattern", [
     ({"inner": "eager"}, "artifact= keeps the code that Inductor makes.*inner='eager'"),
     ({"fallback": "transform"}, "fallback='transform' asks for something else"),
@@ -446,6 +456,12 @@ def test_functions_and_classes_are_what_they_compute():
     assert same == moved and all(a != b for a, b in zip(same, other))
     assert code_digest(spaces[0]["f"].__code__) == code_digest(spaces[1]["f"].__code__)
     assert Facts().of({"a": 1}) != Facts().of({"b": 1}) and Facts().of({"x", "y", "z"}) == Facts().of({"z", "y", "x"})
+    assert Facts().of(MappingProxyType({"a": 1})) != Facts().of(MappingProxyType({"b": 1}))
+    assert Facts().of(SimpleNamespace(a=1)) != Facts().of(SimpleNamespace(a=1, b=1))
+    assert Facts().of(deque([1.0])) != Facts().of(deque([1.0, 1.0]))
+    base, other = (abc.ABCMeta("Base", (), {"__module__": "program"}) for _ in range(2))
+    base.register(Net)
+    assert Facts().of(base) != Facts().of(other)
     assert Facts().of(torch.ones(2)) != Facts().of(torch.ones(2, requires_grad=True))
 
 

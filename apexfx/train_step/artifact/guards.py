@@ -6,7 +6,9 @@ methods, a module its class; numbers, flags and texts are themselves.
 
 from __future__ import annotations
 
+import abc
 import builtins
+import collections
 import contextlib
 import copy
 import enum
@@ -14,9 +16,10 @@ import functools
 import hashlib
 import importlib
 import re
-import types
-from collections.abc import Iterable, Iterator, Sequence
 import sys
+import types
+from _abc import _get_dump
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +35,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisT
           torch.layout, torch.memory_format, slice, range, enum.Enum)
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
             types.GetSetDescriptorType, types.ClassMethodDescriptorType)
+CONTAINERS = (list, dict, set, collections.deque)  # what may change where it is
+_MAPPINGS = (dict, types.MappingProxyType)
 _NOT_OF_CLASS = ("__module__", "__doc__", "__dict__", "__weakref__", "__qualname__", "__annotations__", "__firstlineno__",
                  "__static_attributes__", "__abstractmethods__", "_abc_impl", "__parameters__", "__slots__",
                  "__slotnames__")  # the last is put there by the first copy of an object
@@ -95,11 +100,13 @@ class Facts:
             return f"{type(value).__name__} {value.__qualname__}"
         if isinstance(value, functools.partial) and is_plain([*value.args, *value.keywords.values()]):
             return f"partial of {self.of(value.func)} {text([value.args, list(value.keywords.items())])}"
-        if isinstance(value, dict):
+        if isinstance(value, _MAPPINGS):
             return f"{self._class(type(value))} of {[key if is_plain(key) else type(key).__name__ for key in value]}"
-        if isinstance(value, (list, tuple, set, frozenset)):
+        if isinstance(value, (tuple, frozenset, *CONTAINERS)):
             return f"{self._class(type(value))} of {len(value)}"
-        return f"a {self._class(type(value))}"
+        # Dynamo guards what an object has, and not that it has no more, which vars() and an `except AttributeError` tell.
+        names = f" with {[*vars(value)]}" if type(value).__dictoffset__ and not isinstance(value, nn.Module) else ""
+        return f"a {self._class(type(value))}{names}"
 
     def _function(self, function: types.FunctionType) -> str:
         self.codes.update(_all_codes(function.__code__))
@@ -121,6 +128,8 @@ class Facts:
         return self._bases[cls]
 
     def _attributes(self, cls: type) -> Iterator[str]:
+        if isinstance(cls, abc.ABCMeta) and not _is_own_code(cls):
+            yield f"registered {sorted(each.__qualname__ for ref in _get_dump(cls)[0] if (each := ref()) is not None)}"
         for name, attribute in sorted(vars(cls).items()):
             functions = [getattr(attribute, part, None) for part in ("__func__", "fget", "func")]
             for function in (attribute, *functions):
@@ -149,15 +158,6 @@ def _is_told(value: Any) -> bool:
         *_BUILTIN))
 
 
-def _is_compared(cls: type) -> bool:
-    of_torch = cls.__module__.partition(".")[0] == "torch" and not issubclass(cls, nn.Module)
-    return cls not in (nn.Module, object) and cls.__module__ != "builtins" and not of_torch  # torch patches nn.Module itself
-
-
-def code_digest(code: types.CodeType) -> str:
-    """Return a hash of what a function does, wherever it is written."""
-    constants = [code_digest(each) if isinstance(each, types.CodeType) else
-                 repr(sorted(map(repr, each))) if isinstance(each, frozenset) else repr(each) for each in code.co_consts]
 def _is_own_code(place: Any) -> bool:
     return place.__module__.partition(".")[0] in ("torch", *sys.stdlib_module_names)
 
@@ -168,6 +168,15 @@ def _decides_what_is_of_it(value: Any) -> bool:
     return any(isinstance(each, types.FunctionType) and not _is_own_code(each) for each in found)
 
 
+def _is_compared(cls: type) -> bool:
+    of_torch = cls.__module__.partition(".")[0] == "torch" and not issubclass(cls, nn.Module)
+    return cls not in (nn.Module, object) and cls.__module__ != "builtins" and not of_torch  # torch patches nn.Module itself
+
+
+def code_digest(code: types.CodeType) -> str:
+    """Return a hash of what a function does, wherever it is written."""
+    constants = [code_digest(each) if isinstance(each, types.CodeType) else
+                 repr(sorted(map(repr, each))) if isinstance(each, frozenset) else repr(each) for each in code.co_consts]
     return _digest(code.co_code.hex(), *map(repr, (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
                                                    code.co_argcount, code.co_kwonlyargcount, code.co_flags)), *constants)
 
@@ -257,19 +266,21 @@ def rows_of(guards: Iterable[Any], scope: Scope, facts: Facts) -> list[Row]:
             raise NotComparable(f"{readable(source)}, which Dynamo has read ({type(error).__name__}: {error})") from error
         if guard.has_value and facts.of(value) != facts.of(guard.value):
             raise NotComparable(f"{readable(source)}, which Dynamo has found elsewhere")
+        if (owner := _OF_BATCH.match(source)) and kind in _OF_VALUE and isinstance(scope.value(owner[1]), Tensor):
+            raise NotComparable(f"{readable(source)}, an attribute of a tensor of the batch")
+        if _decides_what_is_of_it(value):
+            raise NotComparable(f"{readable(source)}, a class with an isinstance of its own")
         if kind in _OF_VALUE and not _is_told(value):
             raise NotComparable(f"{readable(source)}, one {type(value).__name__} of perhaps several")
         rows[f"{kind} {source} {given}"] = [source, kind, given, answer]
+        if owner := _OF_VARS.match(source):
+            rows[owner[1]] = [owner[1], "DICT_KEYS_MATCH", None, facts.of(scope.value(owner[1]))]
     return list(rows.values())
 
 
 class Values:
     """What Dynamo has read besides the batch and what modules hold themselves: globals, closures, attributes of objects.
 
-        if (owner := _OF_BATCH.match(source)) and kind in _OF_VALUE and isinstance(scope.value(owner[1]), Tensor):
-            raise NotComparable(f"{readable(source)}, an attribute of a tensor of the batch")
-        if _decides_what_is_of_it(value):
-            raise NotComparable(f"{readable(source)}, a class with an isinstance of its own")
     Args:
         rows: of a call.
         scope: of it, when they were found to hold.
@@ -283,7 +294,8 @@ class Values:
                     self._scope.value(source)
                     sources.append(source)
         self._code = compile(f"[{', '.join(sources)}]", "<sources>", "eval")
-        self._before = [copy.copy(each) if isinstance(each, (list, dict, set)) else each for each in self._now()]
+        self._before = [dict(each) if isinstance(each, types.MappingProxyType)
+                        else copy.copy(each) if isinstance(each, CONTAINERS) else each for each in self._now()]
 
     def have_changed(self) -> bool:
         """Return whether one of them is not what it was, by a comparison of objects, and of what compares itself."""
@@ -294,7 +306,8 @@ class Values:
             values = self._scope.value(self._code)
         except Exception as error:  # there is nothing any more
             return [error]
-        return [*map(type, values), *values]  # 1 == True
+        orders = (list(each) for each in values if isinstance(each, _MAPPINGS))  # {1: 1, 2: 2} == {2: 2, 1: 1}
+        return [*map(type, values), *values, *orders]  # 1 == True
 
 
 def row_of_write(place: str, value: Any, scope: Scope, facts: Facts) -> Row:

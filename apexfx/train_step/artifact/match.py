@@ -28,7 +28,7 @@ from ..leaves import check_leaf
 from ..optimizer_state import same_tensors
 from ..parts import StepParts
 from ..state import StepLists
-from .guards import Facts, Scope, Values, first_difference
+from .guards import CONTAINERS, Facts, Scope, Values, first_difference
 from .stored_code import StoredCode
 
 SINGLE = ("means",)
@@ -127,12 +127,15 @@ class Watch:
 
     def __init__(self, parts: StepParts) -> None:
         modules = [module for root in roots_of(parts) for module in root.modules()]
-        self._live = [*map(vars, modules), *(held for module in modules for held in vars(module).values()
-                                             if isinstance(held, (list, dict, set)))]
-        self._before, self._hooks = list(map(copy.copy, self._live)), num_hooks()
+        held = [each for module in modules for each in vars(module).values() if isinstance(each, CONTAINERS)]
+        self._live = [*map(vars, modules), *held]
+        self._ordered = [each for each in held if isinstance(each, dict) and len(each) > 1]
+        self._before, self._order = list(map(copy.copy, self._live)), list(map(list, self._ordered))
+        self._hooks = num_hooks()
 
     def has_changed(self) -> bool:
-        return num_hooks() != self._hooks or not same_tensors(self._live, self._before)
+        return (num_hooks() != self._hooks or not same_tensors(self._live, self._before)
+                or list(map(list, self._ordered)) != self._order)  # dictionaries that differ in it alone are equal
 
 
 class StoredCall:
