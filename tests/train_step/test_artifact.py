@@ -10,7 +10,7 @@ import os
 import re
 from collections import deque
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -410,13 +410,21 @@ class Scaled(type):
 SCALED = Scaled("Anything", (), {})
 
 
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("compute, obstacle", [
+    (lambda x, _: x * (1.0 + dist.get_rank()), r"dist.get_rank\(\), another number on each rank"),
     (lambda x, _: doubled(x), r"doubled\(\), which Dynamo has put into the graph and not read"),
     (lambda x, _: x.doubled(), r"doubled\(\), which Dynamo has put into the graph"),
     (lambda x, _: x * isinstance(x, SCALED), "SCALED, a class with an isinstance of its own"),
     (lambda x, y: x * y.weight, r"batch\[1\].weight, an attribute of a tensor of the batch")])
-def test_what_another_program_could_do_otherwise_unseen_is_not_written(compute, obstacle, tmp_path, monkeypatch):
+def test_what_another_program_could_do_otherwise_unseen_is_not_written(compute, obstacle, tmp_path, monkeypatch, one_rank):
     monkeypatch.setattr(torch.Tensor, "doubled", doubled, raising=False)
     step, y = make(tmp_path / "step", loss=lambda output, y: F.cross_entropy(compute(output, y), y)), Y.clone()
     y.weight = 2.0
@@ -457,6 +465,11 @@ def test_functions_and_classes_are_what_they_compute():
     assert code_digest(spaces[0]["f"].__code__) == code_digest(spaces[1]["f"].__code__)
     assert Facts().of({"a": 1}) != Facts().of({"b": 1}) and Facts().of({"x", "y", "z"}) == Facts().of({"z", "y", "x"})
     assert Facts().of(MappingProxyType({"a": 1})) != Facts().of(MappingProxyType({"b": 1}))
+    config = ModuleType("config")
+    before = Facts().of(config), Facts().of(refused)
+    config.dropout, refused.scale = 0.1, 2.0
+    assert all(now != then for now, then in zip((Facts().of(config), Facts().of(refused)), before))
+    del refused.scale
     assert Facts().of(SimpleNamespace(a=1)) != Facts().of(SimpleNamespace(a=1, b=1))
     assert Facts().of(deque([1.0])) != Facts().of(deque([1.0, 1.0]))
     base, other = (abc.ABCMeta("Base", (), {"__module__": "program"}) for _ in range(2))

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._torch import OpOverload, OpOverloadPacket
@@ -36,6 +37,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisT
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
             types.GetSetDescriptorType, types.ClassMethodDescriptorType)
 CONTAINERS = (list, dict, set, collections.deque)  # what may change where it is
+_OF_RANKS = [getattr(dist, name) for name in ("get_rank", "get_group_rank", "get_node_local_rank") if hasattr(dist, name)]
 _MAPPINGS = (dict, types.MappingProxyType)
 _NOT_OF_CLASS = ("__module__", "__doc__", "__dict__", "__weakref__", "__qualname__", "__annotations__", "__firstlineno__",
                  "__static_attributes__", "__abstractmethods__", "_abc_impl", "__parameters__", "__slots__",
@@ -93,7 +95,9 @@ class Facts:
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, types.ModuleType):
-            return f"module {value.__name__}"
+            constants = sorted(name for name, each in vars(value).items() if is_plain(each) and not name.startswith("_")) \
+                if type(value) is types.ModuleType and not _is_own_name(value.__name__) else []
+            return f"module {value.__name__}{f' with {constants}' if constants else ''}"
         if isinstance(value, (OpOverload, OpOverloadPacket)):
             return f"op {value}"
         if isinstance(value, _BUILTIN):
@@ -113,7 +117,8 @@ class Facts:
         defaults = [text(each) if is_plain(each) else type(each).__name__
                     for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())]
         wrapped = [self.of(function.__wrapped__)] if hasattr(function, "__wrapped__") else []
-        return _digest(code_digest(function.__code__), *defaults, *wrapped)
+        names = sorted(name for name in vars(function) if not name.startswith("_"))
+        return _digest(code_digest(function.__code__), *defaults, *wrapped, *names)
 
     def _class(self, cls: type) -> str:
         if cls not in self._classes:
@@ -159,7 +164,11 @@ def _is_told(value: Any) -> bool:
 
 
 def _is_own_code(place: Any) -> bool:
-    return place.__module__.partition(".")[0] in ("torch", *sys.stdlib_module_names)
+    return _is_own_name(place.__module__)
+
+
+def _is_own_name(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", *sys.stdlib_module_names)
 
 
 def _decides_what_is_of_it(value: Any) -> bool:
@@ -268,6 +277,8 @@ def rows_of(guards: Iterable[Any], scope: Scope, facts: Facts) -> list[Row]:
             raise NotComparable(f"{readable(source)}, which Dynamo has found elsewhere")
         if (owner := _OF_BATCH.match(source)) and kind in _OF_VALUE and isinstance(scope.value(owner[1]), Tensor):
             raise NotComparable(f"{readable(source)}, an attribute of a tensor of the batch")
+        if isinstance(value, types.FunctionType) and value in _OF_RANKS:
+            raise NotComparable(f"{readable(source)}(), another number on each rank that shares the file")
         if _decides_what_is_of_it(value):
             raise NotComparable(f"{readable(source)}, a class with an isinstance of its own")
         if kind in _OF_VALUE and not _is_told(value):

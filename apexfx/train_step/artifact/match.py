@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._torch import changed_inductor_settings, num_hooks, process_state, registries, tensor_check, without_autocast
@@ -42,7 +43,8 @@ def program_facts(parts: StepParts, lists: StepLists) -> dict[str, str]:
             "Python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}", "processor": _processor()}
     rows |= {f"option {name}": json.dumps(value, default=str) for name, value in parts.options.describe().items()}
     rows |= {f"pass {each.name}": str(pass_digest(each)) for each in parts.options.config.passes}
-    rows |= {"process groups": json.dumps(parts.groups.describe()), "optimizer": parts.optimizers.name}
+    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    rows |= {"ranks": str(num_ranks), "process groups": json.dumps(parts.groups.describe()), "optimizer": parts.optimizers.name}
     rows |= {f"torch._inductor.config.{name}": text for name, text in changed_inductor_settings().items()}
     for number, root in enumerate(roots_of(parts)):
         place = f" of module {number} of the objective" if number else ""
