@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from .._torch import TRACK_KERNELS
 from .._torch_compilers import CustomGraphPass, inductor_config
 from ..graph import printing
 from ..graph.inputs import Placeholder, is_backward
@@ -30,8 +29,6 @@ class BackwardPasses(CustomGraphPass):
         key: of the report kept beside the cache entry, or None.
     """
 
-    # Inductor's default reorders for peak memory: it moves all compute before the collectives and hides nothing.
-    inductor_options: ClassVar[dict[str, Any]] = {"reorder_for_peak_memory": False, **TRACK_KERNELS}
     is_train_step: ClassVar[bool] = False  # whether forward and backward are one graph
 
     def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[Placeholder],

@@ -24,29 +24,6 @@ _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 _OWN_FRAMES = re.compile(rf'^  File "{re.escape(str(Path(__file__).parents[1]))}/(?!tools/).*\n(?:    .*\n?)*', re.MULTILINE)
 
 
-def widen_drawn_numbers(gm: fx.GraphModule, example_inputs: list[Any]) -> None:
-    """Take the numbers that Python's `random` draws as float64: so Dynamo passes them, and captures them as float32."""
-    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if type(dynamo_source(node)).__name__ == "RandomValueSource" and example_inputs[place].dtype == torch.float32:
-            with gm.graph.inserting_before(next(iter(node.users), gm.graph.output_node())):
-                number = gm.graph.call_method("float", (node,))
-            node.replace_all_uses_with(number, delete_user_cb=lambda user, number=number: user is not number)
-            number.meta = {**node.meta, "stack_trace": ""}
-            example_inputs[place] = node.meta["example_value"] = example_inputs[place].double()
-
-
-def specialize_kept_floats(gm: fx.GraphModule) -> None:
-    """Have Dynamo capture once more, with its value, a float that the forward changes and keeps in an attribute.
-
-    AOTAutograd (2.13) would do so as well, but not in the key of its cache: other values would get the graph of the first.
-    """
-    from .._torch_compilers import specialize_floats
-
-    kept = [node.args[0].meta["example_value"] for node in gm.graph.output_node().all_input_nodes
-            if node.target is torch.scalar_tensor and isinstance(node.args[0], fx.Node)]
-    specialize_floats([number for number in kept if isinstance(number, torch.SymFloat)])
-
-
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelIndex | None = None, *,
              by_module: bool = False, is_train_step: bool = False) -> tuple[Placeholder, ...]:
     """Tag the inputs and modules of a Dynamo graph with the user's names, and copy example values to `meta["val"]`.

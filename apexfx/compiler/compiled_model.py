@@ -94,8 +94,8 @@ class CompiledModel:
             self._local_compiler = GraphCompiler(config, report=compiler.report, groups=compiler.groups, gradient_sync=sync,
                                                  agreement=compiler.agreement, reduce_gradients=False, index=self._index)
             self._local = self._compiled(_again(forward), self._local_compiler)
-            for name, parameter in model.named_parameters():
-                sync.watch(name, parameter)
+            for path, parameter in model.named_parameters():
+                sync.watch(path, parameter)
             weakref.finalize(self, sync.stop).atexit = False
         self._checked = self._capturing = False
         self._in_step, self._first_graph = in_step, -1

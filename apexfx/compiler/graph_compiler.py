@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from .. import passes
 from .._torch import dynamo_source, ends_in_graph_break, global_module_hooks
@@ -18,11 +18,11 @@ from ..errors import UnsynchronizedGradientError
 from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, written_storages
-from ..graph.nodes import call, value
+from ..graph.nodes import value
 from ..graph.shared_memory import MemoryCheck
 from ..graph.unused_gradients import Dependencies
 from ..report.data import Report
-from . import capture
+from . import capture, torch_faults
 from .backward_stage import BackwardPasses
 from .model_index import ModelIndex
 from .process_groups import Groups
@@ -88,7 +88,7 @@ class GraphCompiler:
                 and self.config.half_dtype(context.devices) == torch.float16:
             self.report.note(_FLOAT16)
         if trains and self.config.inner != "eager":
-            _clone_detached_outputs(gm)
+            torch_faults.clone_detached_outputs(gm)
         touched = written_storages(gm)
         written = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if storages(value(node)) & touched]
         dependencies = Dependencies(gm, written) if records else None
@@ -190,15 +190,3 @@ def make_compiler(config: TransformConfig, groups: Groups) -> GraphCompiler:
     agreement, report = groups.agreement(config.buckets), Report(config.describe())
     sync = GradientSync(groups.gradients, config.buckets, agreement, report.note) if groups.gradients is not None else None
     return GraphCompiler(config, report=report, groups=groups, gradient_sync=sync, agreement=agreement)
-
-
-def _clone_detached_outputs(gm: fx.GraphModule) -> None:
-    """Clone what the graph returns detached, over memory of another output: Inductor would detach that one, too (2.13)."""
-    output = gm.graph.output_node()
-    tensors = [node for node in output.all_input_nodes if isinstance(value(node), Tensor)]
-    differentiable = frozenset().union(*(storages(value(node)) for node in tensors if value(node).requires_grad))
-    for node in tensors:
-        if not value(node).requires_grad and storages(value(node)) & differentiable:
-            with gm.graph.inserting_before(output):
-                clone = call(gm.graph, torch.ops.aten.clone.default, (node,), like=node, mode=value(node).fake_mode)
-            output.replace_input_with(node, clone)

@@ -5,7 +5,6 @@ Refused where it can be noticed first: when the model is given, when a graph is 
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -28,10 +27,6 @@ from .._torch import (
     traced_random_objects,
 )
 from ..graph.inputs import Placeholder
-from ..graph.mutation import bodies, storages, written
-from ..graph.nodes import source_line, value
-from ..graph.op_names import canonical_name
-from .capture import records_gradients
 
 _WHOLE = ("apexfx works on whole parameters: give it the model before fully_shard(), FullyShardedDataParallel(), "
           "parallelize_module() or distribute_tensor() and leave those out (ddp=True averages gradients), or train without it")
@@ -92,42 +87,6 @@ def check_plain(placeholders: Sequence[Placeholder], example_inputs: Sequence[An
             raise ValueError(f"apexfx: {p.name!r} is a {type(example).__name__}, a subclass of torch.Tensor, which a training "
                              "step as one graph does not take; give it as a plain tensor: x.as_subclass(torch.Tensor), or what "
                              "it wraps")
-
-
-def check_lowered_rightly(gm: fx.GraphModule) -> None:
-    """Refuse what Dynamo and AOTAutograd are known to get wrong, without a word, and what passes cannot look into."""
-    _check_functions(gm)
-    windows: set[fx.Node] = set()  # what lies in memory that is seen through windows with gaps
-    for node in (node for body in bodies(gm) for node in body.graph.nodes):
-        if node.op == "call_method" and node.target == "unfold" and len(node.args) == 4 and node.args[3] > node.args[2] \
-                or windows.intersection(node.all_input_nodes) and storages(value(node)) & storages([*map(value, windows)]):
-            windows.add(node)
-        if isinstance(value(node), Tensor) and value(node).is_nested:
-            raise ValueError(f"apexfx: {source_line(node)} works on a nested tensor, whose rows no pass can look into; pad them "
-                             "to one length, with a mask, or compute it outside of the model")
-        if windows.intersection(written(node)):
-            raise ValueError(f"apexfx: {source_line(node)} writes through x.unfold(dimension, size, step) whose step is beyond "
-                             "its size, and compilers of torch set what lies in the gaps to 0; write x[..., start::step]")
-        if node.op in ("call_function", "call_method") and canonical_name(node.target) in ("linalg_pinv", "pinverse") \
-                and value(node).is_complex():
-            raise ValueError(f"apexfx: {source_line(node)} calls torch.linalg.pinv of a complex matrix, which compilers of torch "
-                             "compute wrongly; use torch.linalg.lstsq, or call it outside of the model")
-
-
-def _check_functions(gm: fx.GraphModule) -> None:
-    """Refuse a torch.autograd.Function in a torch.func transform, of which Dynamo (2.11 to 2.13) captures the forward alone."""
-    from .._torch_compilers import traced_code
-
-    names = {getattr(node.target, "__name__", "") for body in bodies(gm) for node in body.graph.nodes}
-    if not records_gradients(gm) or not any(name.endswith("_increment_nesting") for name in names):
-        return
-    traced, functions = set(traced_code()), [torch.autograd.Function]
-    for cls in functions:
-        functions += cls.__subclasses__()
-        if getattr(inspect.unwrap(cls.forward), "__code__", None) in traced and cls is not torch.autograd.Function:
-            raise ValueError(f"apexfx: under vmap and torch.func a graph would lose the backward of {cls.__name__}, a "
-                             "torch.autograd.Function; write it without one, apply it outside of them, or call what does in a "
-                             "function under @torch.compiler.disable")
 
 
 def check_call(model: nn.Module, modules: Iterable[nn.Module]) -> None:

@@ -20,25 +20,24 @@ from torch import fx
 
 from .. import ops, passes
 from .._torch import free_unbacked_symbols, guard_shared_objects, is_remapped_collective, tree_leaves
-from .._torch_compilers import forget_specialized_floats, graph_breaks_around, refuse_checkpoints_of, without_tensorify
+from .._torch_compilers import graph_breaks_around
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
-from ..graph.mutation import storages, writes_first, written_storages
-from ..graph.nodes import NAME, argument, graphs, source_line, value
-from ..graph.order import draws_random_numbers
+from ..graph.mutation import writes_first
+from ..graph.nodes import graphs, source_line, value
 from ..graph.printing import short_dtype
 from ..report.data import Report
 from ..report.records import GraphReport
-from . import cache, capture
+from . import cache, capture, torch_faults
 from .backward_stage import BackwardPasses
 from .forward_errors import DataDependentError
-from .inner_compilers import INNER, trace, traceable_rnn
+from .inner_compilers import INNER, trace
 from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .process_groups import Groups
 from .recompiles import why_compiled_again
-from .refusals import check_inputs, check_lowered_rightly, check_python_objects
+from .refusals import check_inputs, check_python_objects
 from .verification import real_inputs
 
 
@@ -55,11 +54,11 @@ def read_inputs(gm: fx.GraphModule, example_inputs: list[Any], config: Transform
     guard_shared_objects()
     check_inputs(gm, example_inputs)
     check_python_objects()
-    capture.specialize_kept_floats(gm)
-    capture.widen_drawn_numbers(gm, example_inputs)
+    torch_faults.specialize_kept_floats(gm)
+    torch_faults.widen_drawn_numbers(gm, example_inputs)
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), is_train_step=is_train_step)
     check_mixed(gm)
-    check_lowered_rightly(gm)
+    torch_faults.check_lowered_rightly(gm)
     return placeholders
 
 
@@ -88,9 +87,8 @@ class RewrittenGraph:
 
     def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
         """Return what runs the graph; the report has it from then on."""
-        with traceable_rnn(self.gm), _explained(self.gm), _scalar_writes(self.gm), refuse_checkpoints_of(_draws):
+        with torch_faults.mended(self.gm), _explained(self.gm):
             compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options)
-        forget_specialized_floats()
         report.add(self.record)  # not before: what the inner compiler refuses never runs
         for sentence in ops.missing({x.device.type for x in self.example_inputs if isinstance(x, torch.Tensor)}):
             report.note(f"apexfx: {sentence}; `python -m apexfx doctor` has more")
@@ -98,10 +96,8 @@ class RewrittenGraph:
 
     def trace(self, other_stages: BackwardPasses, run: Callable[[fx.GraphModule, list[Any]], Any]) -> Callable[..., Any]:
         """Return what gives `run` the graph after all passes, and its inputs, when it is called; no report has it."""
-        with traceable_rnn(self.gm), _scalar_writes(self.gm), refuse_checkpoints_of(_draws):
-            traced = trace(self.gm, self.example_inputs, other_stages, run)
-        forget_specialized_floats()
-        return traced
+        with torch_faults.mended(self.gm):
+            return trace(self.gm, self.example_inputs, other_stages, run)
 
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.Context, config: TransformConfig, groups: Groups,
@@ -141,29 +137,6 @@ def _check_collectives(gm: fx.GraphModule) -> None:
                 f"apexfx: {source_line(node)} calls a function of torch.distributed on a tensor that requires a gradient: eager "
                 "sends none back to the other ranks, and a graph would. Give it x.detach(); or, where the gradient is wanted, "
                 "use torch.distributed._functional_collectives: all_gather_single(x, 0, group), or all_reduce(x, 'sum', group)")
-
-
-def _draws(node: fx.Node) -> bool:
-    return draws_random_numbers(node) and argument(node, "dropout_p") != 0  # attention may drop nothing out
-
-
-def _scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
-    """Have AOTAutograd keep what the forward writes into 0-dim float64 inputs.
-
-    Raises:
-        ValueError: the graph takes a float that changes besides, for which AOTAutograd needs the pass that drops them.
-    """
-    if not any(isinstance(node.meta.get("val", node.meta.get("example_value")), torch.SymFloat)
-               for body in graphs(gm) for node in body.graph.nodes):
-        return without_tensorify()
-    memory = written_storages(gm)
-    for node in gm.graph.find_nodes(op="placeholder"):
-        val = value(node)
-        if isinstance(val, torch.Tensor) and val.dtype == torch.float64 and not val.dim() and storages(val) & memory:
-            raise ValueError(f"apexfx: the forward writes {node.meta[NAME]!r}, a float64 tensor of no dimension, and "
-                             "takes a Python float that changes: AOTAutograd would drop the write. Keep it in float32, or in "
-                             "shape [1]")
-    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -270,8 +270,6 @@ class StepPasses(BackwardPasses):
             for the first time.
     """
 
-    # By default, what computes a gradient goes to the end, where it is applied, and keeps the activations alive until then.
-    inductor_options: ClassVar[dict[str, Any]] = {**BackwardPasses.inductor_options, "reorder_for_locality": False}
     is_train_step = True
 
     def __init__(self, graph: RewrittenGraph, present: Sequence[bool], on_change: Callable[[], None],

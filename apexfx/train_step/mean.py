@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..graph.collectives import wait
+from ..graph.printing import count_text
+from ..report.data import Report
 
 
 class Mean:
@@ -110,6 +113,56 @@ def weigh(mean: Mean, before: Tensor | None, group: str | None, factor: int) -> 
     earlier = before[1] * inverse[0] if before is not None else None
     count = counts.sum()
     return Weighted(share, own, earlier, torch.where(count == 0, torch.nan, (sums * inverse).sum() / factor), count)
+
+
+class StepMean:
+    """The mean of a step's loss that is a `Mean`, over the calls of an update and the ranks.
+
+    Args:
+        calls: how many are of an update.
+        group, factor: the process group over which gradients are averaged, or None, and what they are divided by there.
+        device: of the step.
+        report: has a note of what the mean is over.
+
+    Attributes:
+        sums: total and count of the calls that have accumulated, float64; None where no calls accumulate.
+        last: the mean of the last update; None before it, and of another loss.
+    """
+
+    def __init__(self, calls: int, group: dist.ProcessGroup | None, factor: int, device: torch.device, report: Report) -> None:
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device) if calls > 1 else None
+        self.last: Tensor | None = None
+        self._calls, self._group, self._factor, self._device, self._report = calls, group, factor, device, report
+        self._is_noted = False  # in the report
+        self._accumulates: bool | None = None  # such a loss, in the calls that have accumulated; None where there are none
+
+    def of_accumulated(self) -> Weighted | None:
+        """Weigh what has accumulated, with the other ranks; None of another loss."""
+        if not self._accumulates:
+            return None
+        nothing = Mean(torch.zeros((), device=self._device), 0)
+        return weigh(nothing, self.sums, self._group and self._group.group_name, self._factor)
+
+    def note(self, mean: Tensor | None, *, accumulates: bool) -> None:
+        """Note the mean of a call's loss, or that the loss is none.
+
+        Raises:
+            TypeError: it was otherwise in another call that accumulates.
+        """
+        if self._accumulates not in (None, mean is not None):
+            raise TypeError("apexfx: some of the calls that accumulate gradients returned an apexfx.Mean and others a scalar, "
+                            "and their gradients have different denominators; return one kind, Mean(loss, 1) for a scalar")
+        self._accumulates = mean is not None if accumulates else None
+        if mean is not None and not self._is_noted:
+            ranks = count_text(self._group.size() if self._group is not None else 1, "rank")
+            self._report.note(f"apexfx: the loss is a mean over {count_text(self._calls, 'call')} x {ranks}, by counts")
+            self._is_noted = True
+        if not accumulates:
+            self.last = mean
+
+    def forget(self) -> None:
+        """Forget all but the note: a state was loaded."""
+        self._accumulates = self.last = None
 
 
 def _check(terms: Sequence[tuple[Any, Any]], *, accumulates: bool) -> None:

@@ -13,13 +13,12 @@ from torch import Tensor
 from .._torch import has_gradient_hooks, note_optimizer_ran, num_hooks
 from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
-from ..graph.printing import count_text
 from ..ops.apply_gradients import StepPlan
 from .accumulation import ACCUMULATED, clear_accumulated
 from .ema import COUNTS
 from .kept_buffers import KeptBuffers
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS
-from .mean import Mean, Weighted, weigh
+from .mean import StepMean
 from .optimizer_state import OptimizerState, Option, Structure, cycled, schedulable_options
 from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import StepParts
@@ -57,7 +56,7 @@ def read(parts: StepParts, before: StepLists, means: Tensor | None) -> StepLists
 
     Args:
         before: the lists up to now.
-        means: as of `TrainingState`.
+        means: `StepMean.sums`.
 
     Raises:
         ValueError: the model, or the optimizer, is one that no graph updates rightly any more.
@@ -134,8 +133,7 @@ class TrainingState:
     Attributes:
         lists: as they were read last.
         accumulated: ids of the parameters that have a gradient in `lists.buffers`.
-        means: total and count of the calls that have accumulated, of a loss that is a `Mean`; None where no calls accumulate.
-        mean_loss: of the last update, over its calls and the ranks, of such a loss; else None.
+        mean: over calls and ranks, of a loss that is a `Mean`.
         num_calls: how many calls there were since the step was made or loaded a state.
         changed: whether the call under way has changed something.
         communicated: whether it has begun to communicate.
@@ -148,14 +146,11 @@ class TrainingState:
         self._num_hooks = num_hooks()
         self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way made lists
         self.accumulated: set[int] = set()
-        self.means = torch.zeros(2, dtype=torch.float64, device=parts.device) if parts.options.accumulate > 1 else None
-        self.mean_loss: Tensor | None = None
         self._group, buckets = parts.groups.gradients, parts.options.config.buckets
         plan = given_plan(buckets) if self._group is not None else None
         averages = plan.averages if plan is not None else self._group is not None and buckets.gradient_average
         self._divisor = self._group.size() if averages else 1
-        self._notes_mean = False  # whether the report has it
-        self._accumulates_means: bool | None = None  # of the calls that have accumulated; None where there are none
+        self.mean = StepMean(parts.options.accumulate, self._group, self._divisor, parts.device, parts.report)
         self.num_calls = 0
         self.changed = self.communicated = False
         self._broken = ""  # why nothing can be trained on
@@ -180,7 +175,7 @@ class TrainingState:
         lists, averages = self.lists, self._parts.ema.averages if self._parts.ema is not None else []
         return {"params": lists.params, "buffers": lists.buffers,
                 "accumulated": [id(p) in self.accumulated for p in lists.params] if lists.buffers else [],
-                "means": self.means, "group": self._group and self._group.group_name, "divisor": self._divisor,
+                "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
                 "states": [*lists.optimizer.states, *averages] if lists.optimizer is not None else [], "scalars": lists.scalars,
                 "scale": self._parts.scale.tensors.get(SCALE), "calls": self._parts.options.accumulate, "plan": lists.plan.json}
 
@@ -198,7 +193,7 @@ class TrainingState:
             self._parts.safeguard.read(self.name_of)
         if self._before is None:
             self._before = [{p: dict(held) for p, held in each.state.items()} for each in self._parts.optimizers]
-        lists = read(self._parts, self.lists, self.means)
+        lists = read(self._parts, self.lists, self.mean.sums)
         if (num_calls := self.num_accumulated_calls()) and set(map(id, lists.params)) != set(map(id, self.lists.params)):
             raise RuntimeError("apexfx: other parameters are to be trained after "
                                f"{num_calls} of {self._parts.options.accumulate} calls that accumulate; change them after the "
@@ -260,34 +255,9 @@ class TrainingState:
                 self._kept_buffers.forget()  # of a call that failed, or was captured alone
             self._kept_buffers.keep(cached=cached)
 
-    def flushed_means(self) -> Weighted | None:
-        """Weigh what has accumulated of a loss that is a `Mean`, with the other ranks; None of another loss."""
-        if not self._accumulates_means:
-            return None
-        nothing = Mean(torch.zeros((), device=self._parts.device), 0)
-        return weigh(nothing, self.means, self._group and self._group.group_name, self._divisor)
-
-    def note_mean(self, mean: Tensor | None, *, accumulates: bool) -> None:
-        """Note the mean of a loss that is a `Mean`, or that the loss is none.
-
-        Raises:
-            TypeError: it was otherwise in another call that accumulates.
-        """
-        if self._accumulates_means not in (None, mean is not None):
-            raise TypeError("apexfx: some of the calls that accumulate gradients returned an apexfx.Mean and others a scalar, "
-                            "and their gradients have different denominators; return one kind, Mean(loss, 1) for a scalar")
-        self._accumulates_means = mean is not None if accumulates else None
-        if mean is not None and not self._notes_mean:
-            calls, ranks = self._parts.options.accumulate, self._group.size() if self._group is not None else 1
-            split = f"{count_text(calls, 'call')} x {count_text(ranks, 'rank')}"
-            self._parts.report.note(f"apexfx: the loss is a mean over {split}, by counts")
-        self._notes_mean |= mean is not None
-        if not accumulates:
-            self.mean_loss = mean
-
     def note_accumulated(self, mean: Tensor | None, present: Sequence[bool]) -> None:
         """Note which parameters a call has accumulated gradients of."""
-        self.note_mean(mean, accumulates=True)
+        self.mean.note(mean, accumulates=True)
         self.num_calls += 1
         self.accumulated.update(id(p) for p, here in zip(self.lists.params, present) if here)
 
@@ -311,7 +281,7 @@ class TrainingState:
         if lists.optimizer is not None:
             self._note_updated(lists.params if all(present) else [p for p, here in zip(lists.params, present) if here])
             return
-        if not (self._parts.may_skip or self.mean_loss is not None) or not skip.item():
+        if not (self._parts.may_skip or self.mean.last is not None) or not skip.item():
             optimizers.step()
             if (ema := self._parts.ema) is not None:
                 masters = {id(p): held["master_param"] for each in optimizers for p, held in each.state.items()
@@ -341,8 +311,8 @@ class TrainingState:
 
     def drop_accumulated(self) -> None:
         """Forget accumulated gradients, and that a call failed: a state was loaded."""
-        clear_accumulated(self.lists.buffers, self.means)
-        self._accumulates_means = self.mean_loss = None
+        clear_accumulated(self.lists.buffers, self.mean.sums)
+        self.mean.forget()
         self.accumulated.clear()
         if self._kept_buffers is not None:
             self._kept_buffers.forget()

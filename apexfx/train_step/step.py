@@ -173,7 +173,7 @@ class TrainStep:
 
     def _note_applied(self, mean: Tensor | None, skip: Tensor, norm: Tensor, present: tuple[bool, ...],
                       gradients: list[Tensor]) -> None:
-        self._state.note_mean(mean, accumulates=False)
+        self._state.mean.note(mean, accumulates=False)
         self._state.note_applied(skip, present, gradients)
         self._skipped.finish_call(skip, norm)
 
@@ -197,13 +197,13 @@ class TrainStep:
                 return
             state.prepare()
             state.note_communication()
-            weighted, lists = state.flushed_means(), state.lists
+            weighted, lists = state.mean.of_accumulated(), state.lists
             factor = parts.options.accumulate / num_calls if weighted is None else weighted.earlier
             grads = [b * factor if id(p) in state.accumulated else None for p, b in zip(lists.params, lists.buffers)]
             grads = averaged_copies(lists.names, lists.params, grads, parts.options.config.buckets, parts.groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
-                state.note_mean(weighted and weighted.mean, accumulates=False)
-                state.means.zero_()
+                state.mean.note(weighted and weighted.mean, accumulates=False)
+                state.mean.sums.zero_()
                 state.end_accumulation()
                 if parts.safeguard is not None:
                     parts.safeguard.count_accumulated(num_calls)
@@ -212,7 +212,7 @@ class TrainStep:
             inputs = StepInputs(self.model, self.objective, **state.inputs())
             inputs.plan = lists.plan.of_calls(num_calls).json
             applied = apply_gradients(inputs, grads, weighted)
-            clear_accumulated(lists.buffers, state.means)
+            clear_accumulated(lists.buffers, state.mean.sums)
             self._note_applied(*applied)
         self._after_call(updated=True)
 
@@ -322,7 +322,7 @@ class TrainStep:
         """The mean over the calls and ranks of the last update, of a loss that is an `apexfx.Mean`: float64, 0-d, on the device,
         nan where all counts were 0; None of another loss, or before an update.
         """
-        return self._state.mean_loss
+        return self._state.mean.last
 
     @property
     def updated(self) -> Tensor:

@@ -1,0 +1,186 @@
+"""What torch's compilers (2.13) get wrong, and what is done about each: here a new version of torch is looked at first.
+
+In the order of a compilation: what Dynamo captures, what AOTAutograd loses, what Inductor rewrites. `lowerings` and
+`_torch_compilers` hold those that are a lowering, or a patch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import dynamo_source
+from .._torch_compilers import forget_specialized_floats, refuse_checkpoints_of, specialize_floats, traced_code, without_tensorify
+from ..config import HALVES
+from ..graph.mutation import bodies, storages, written, written_storages
+from ..graph.nodes import NAME, argument, call, graphs, source_line, value
+from ..graph.op_names import canonical_name
+from ..graph.order import draws_random_numbers
+from .capture import records_gradients
+
+aten = torch.ops.aten
+
+_MAXIMA = ("amax", "amin", "aminmax", "max", "min", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_")
+
+
+def widen_drawn_numbers(gm: fx.GraphModule, example_inputs: list[Any]) -> None:
+    """Take the numbers that Python's `random` draws as float64: so Dynamo passes them, and captures them as float32."""
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if type(dynamo_source(node)).__name__ == "RandomValueSource" and example_inputs[place].dtype == torch.float32:
+            with gm.graph.inserting_before(next(iter(node.users), gm.graph.output_node())):
+                number = gm.graph.call_method("float", (node,))
+            node.replace_all_uses_with(number, delete_user_cb=lambda user, number=number: user is not number)
+            number.meta = {**node.meta, "stack_trace": ""}
+            example_inputs[place] = node.meta["example_value"] = example_inputs[place].double()
+
+
+def specialize_kept_floats(gm: fx.GraphModule) -> None:
+    """Have Dynamo capture once more, with its value, a float that the forward changes and keeps in an attribute.
+
+    AOTAutograd (2.13) would do so as well, but not in the key of its cache: other values would get the graph of the first.
+    """
+    kept = [node.args[0].meta["example_value"] for node in gm.graph.output_node().all_input_nodes
+            if node.target is torch.scalar_tensor and isinstance(node.args[0], fx.Node)]
+    specialize_floats([number for number in kept if isinstance(number, torch.SymFloat)])
+
+
+def check_lowered_rightly(gm: fx.GraphModule) -> None:
+    """Refuse what Dynamo and AOTAutograd are known to get wrong, without a word, and what passes cannot look into."""
+    _check_functions(gm)
+    windows: set[fx.Node] = set()  # what lies in memory that is seen through windows with gaps
+    for node in (node for body in bodies(gm) for node in body.graph.nodes):
+        if node.op == "call_method" and node.target == "unfold" and len(node.args) == 4 and node.args[3] > node.args[2] \
+                or windows.intersection(node.all_input_nodes) and storages(value(node)) & storages([*map(value, windows)]):
+            windows.add(node)
+        if isinstance(value(node), Tensor) and value(node).is_nested:
+            raise ValueError(f"apexfx: {source_line(node)} works on a nested tensor, whose rows no pass can look into; pad them "
+                             "to one length, with a mask, or compute it outside of the model")
+        if windows.intersection(written(node)):
+            raise ValueError(f"apexfx: {source_line(node)} writes through x.unfold(dimension, size, step) whose step is beyond "
+                             "its size, and compilers of torch set what lies in the gaps to 0; write x[..., start::step]")
+        if node.op in ("call_function", "call_method") and canonical_name(node.target) in ("linalg_pinv", "pinverse") \
+                and value(node).is_complex():
+            raise ValueError(f"apexfx: {source_line(node)} calls torch.linalg.pinv of a complex matrix, which compilers of torch "
+                             "compute wrongly; use torch.linalg.lstsq, or call it outside of the model")
+
+
+def _check_functions(gm: fx.GraphModule) -> None:
+    """Refuse a torch.autograd.Function in a torch.func transform, of which Dynamo (2.11 to 2.13) captures the forward alone."""
+    names = {getattr(node.target, "__name__", "") for body in bodies(gm) for node in body.graph.nodes}
+    if not records_gradients(gm) or not any(name.endswith("_increment_nesting") for name in names):
+        return
+    traced, functions = set(traced_code()), [torch.autograd.Function]
+    for cls in functions:
+        functions += cls.__subclasses__()
+        if getattr(inspect.unwrap(cls.forward), "__code__", None) in traced and cls is not torch.autograd.Function:
+            raise ValueError(f"apexfx: under vmap and torch.func a graph would lose the backward of {cls.__name__}, a "
+                             "torch.autograd.Function; write it without one, apply it outside of them, or call what does in a "
+                             "function under @torch.compiler.disable")
+
+
+def clone_detached_outputs(gm: fx.GraphModule) -> None:
+    """Clone what the graph returns detached, over memory of another output: Inductor would detach that one, too (2.13)."""
+    output = gm.graph.output_node()
+    tensors = [node for node in output.all_input_nodes if isinstance(value(node), Tensor)]
+    differentiable = frozenset().union(*(storages(value(node)) for node in tensors if value(node).requires_grad))
+    for node in tensors:
+        if not value(node).requires_grad and storages(value(node)) & differentiable:
+            with gm.graph.inserting_before(output):
+                clone = call(gm.graph, aten.clone.default, (node,), like=node, mode=value(node).fake_mode)
+            output.replace_input_with(node, clone)
+
+
+@contextlib.contextmanager
+def mended(gm: fx.GraphModule) -> Iterator[None]:
+    """Have AOTAutograd and the inner compiler compute a graph rightly, in this context.
+
+    Raises:
+        ValueError: it is one that they cannot.
+    """
+    with _traceable_rnn(gm), _keep_scalar_writes(gm), refuse_checkpoints_of(_draws):
+        yield
+    forget_specialized_floats()
+
+
+def _draws(node: fx.Node) -> bool:
+    return draws_random_numbers(node) and argument(node, "dropout_p") != 0  # attention may drop nothing out
+
+
+def _keep_scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
+    """Have AOTAutograd keep what the forward writes into 0-dim float64 inputs.
+
+    Raises:
+        ValueError: the graph takes a float that changes besides, for which AOTAutograd needs the pass that drops them.
+    """
+    if not any(isinstance(node.meta.get("val", node.meta.get("example_value")), torch.SymFloat)
+               for body in graphs(gm) for node in body.graph.nodes):
+        return without_tensorify()
+    memory = written_storages(gm)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        val = value(node)
+        if isinstance(val, torch.Tensor) and val.dtype == torch.float64 and not val.dim() and storages(val) & memory:
+            raise ValueError(f"apexfx: the forward writes {node.meta[NAME]!r}, a float64 tensor of no dimension, and "
+                             "takes a Python float that changes: AOTAutograd would drop the write. Keep it in float32, or in "
+                             "shape [1]")
+    return contextlib.nullcontext()
+
+
+def _traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """Keep AOTAutograd off oneDNN's LSTM layer, whose backward it cannot save for (2.11, 2.13: AssertionError)."""
+    has_lstm = any(getattr(node.target, "__name__", "") == "lstm" for g in graphs(gm) for node in g.graph.nodes)
+    return torch.backends.mkldnn.flags(enabled=False) if has_lstm else contextlib.nullcontext()
+
+
+def compares_halves(gm: fx.GraphModule) -> bool:
+    """Return whether gradients may go to those of several halves that are equal to their maximum.
+
+    Inductor (2.13) computes a half again without rounding it, unless it is told to: then none is, and the gradient is 0 / 0.
+    """
+    nodes = [node for body in graphs(gm) for node in body.graph.nodes]
+    return any(_is_half(value(node)) for node in nodes) and any(
+        node.op in ("call_function", "call_method") and _takes_maximum(node) for node in nodes)
+
+
+def _takes_maximum(node: fx.Node) -> bool:
+    name, arguments = canonical_name(node.target), (*node.args, *node.kwargs.values())
+    return name in _MAXIMA or "norm" in name and any(each in (math.inf, -math.inf) for each in arguments)
+
+
+def _is_half(val: Any) -> bool:
+    return isinstance(val, torch.Tensor) and val.dtype in HALVES
+
+
+def keep_keywords(gm: fx.GraphModule) -> None:
+    """Write otherwise what Inductor (2.13) rewrites as if it had no keyword.
+
+    That is `alpha` where a product of matrices is added, and `dtype` where a constant is summed up.
+    """
+    for body in graphs(gm):
+        for node in body.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+            if "alpha" in node.kwargs and isinstance(node.args[1], fx.Node):
+                with body.graph.inserting_before(node):
+                    scaled = call(body.graph, aten.mul.Tensor, (node.args[1], node.kwargs["alpha"]), like=node)
+                node.args, node.kwargs = (node.args[0], scaled), {}
+        for node in body.graph.find_nodes(op="call_function", target=aten.cumsum.default):
+            if "dtype" in node.kwargs and node.args[0].target is aten.full.default:  # of which only one with pin_memory is taken
+                node.args[0].kwargs = {name: value for name, value in node.args[0].kwargs.items() if name != "pin_memory"}
+        body.recompile()
+
+
+def save_before_writes(gm: fx.GraphModule) -> None:
+    """Have a forward hand the backward a copy of an input that it writes.
+
+    Torch (2.13) hands on the input itself, for what is computed again from it, which would then be computed of what was written.
+    """
+    output = gm.graph.output_node()
+    for write in gm.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        if output in write.args[0].users:
+            with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
+                output.replace_input_with(write.args[0], call(gm.graph, aten.clone.default, write.args[:1], like=write))
+    gm.recompile()
