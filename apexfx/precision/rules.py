@@ -114,8 +114,9 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         softsign tanhshrink rrelu glu dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout
         feature_alpha_dropout erf erfc sin cos sqrt abs neg sign floor ceil round trunc frac logical_not
         square bernoulli"""),
+    ("float", "pooling", "torch has no half kernel of it on the CPU", "avg_pool3d"),
     ("passthrough", "pooling", "a maximum or a small average", """
-        pooling max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
+        pooling max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d adaptive_avg_pool1d
         adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d
         lp_pool2d max_unpool1d max_unpool2d max_unpool3d unfold fold pixel_shuffle pixel_unshuffle amax amin max min
         argmax argmin sort topk kthvalue median mode argsort cummax cummin any all"""),

@@ -133,6 +133,7 @@ SAMPLES: dict[str, Call] = {
     "multilabel_soft_margin_loss": call(F.multilabel_soft_margin_loss, x, mask.float()),
     **_each("triplet_margin_loss triplet_margin_with_distance_loss", x, y, z, owner=F),
     # float: resampling, linear algebra, spectra, statistics, transfer
+    "avg_pool3d": call(F.avg_pool3d, volume, 2),
     "interpolate": call(F.interpolate, image, scale_factor=2, mode="bilinear"),
     "grid_sample": call(F.grid_sample, image, _random(2, 3, 3, 2), align_corners=False),
     "grid_sampler": call(torch.grid_sampler, image, _random(2, 3, 3, 2), 0, 0, False),
