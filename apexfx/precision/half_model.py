@@ -47,6 +47,6 @@ def cast_own(module: nn.Module, dtype: torch.dtype, *, only: tuple[torch.dtype, 
             parameter.data = parameter.data.to(dtype)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(dtype)
-    for name, buffer in module.named_buffers(recurse=False):
-        if buffers and is_cast(buffer):
-            setattr(module, name, buffer.to(dtype))
+    for buffer in module.buffers(recurse=False) if buffers else ():
+        if is_cast(buffer):
+            buffer.data = buffer.data.to(dtype)  # in place, so that one which several modules hold stays one

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from apexfx import amp
+from apexfx.precision.rules import HALVES
 from tests.amp.amp_cases import ConvNet, batch
 
 
@@ -206,3 +207,11 @@ def test_casts_stay_in_the_thread_and_in_the_model():
     go_on.set()
     thread.join()
     assert results["other"] == torch.float32 == torch.mm(w, w).dtype and "model" in results
+
+
+def test_a_buffer_that_modules_share_stays_one():
+    model, shared = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.zeros(2)
+    for module, name in ((model[0], "a"), (model[0], "b"), (model[1], "c")):
+        module.register_buffer(name, shared)
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    assert model[0].a is model[0].b is model[1].c and shared.dtype in HALVES
