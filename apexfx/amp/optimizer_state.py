@@ -25,6 +25,7 @@ class AmpOptimizerState:
 
     Attributes:
         found_inf: flag tensor of the overflows since the last step, or None: the step is skipped where it is not 0.
+        in_scale_loss: a `scale_loss` is to unscale its gradients.
         params_have_scaled_gradients: a `scale_loss(..., delay_unscale=True)` left gradients scaled.
     """
 
@@ -34,6 +35,7 @@ class AmpOptimizerState:
         self.lazy_init_called = False
         self.already_patched = False
         self.params_have_scaled_gradients = False
+        self.in_scale_loss = False
         self.found_inf: Tensor | None = None
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
@@ -214,7 +216,7 @@ class AmpOptimizerState:
     # ---- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "found_inf": None, "session": None}
+        return {**self.__dict__, "found_inf": None, "session": None, "in_scale_loss": False}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
         duplicate = object.__new__(type(self))

@@ -32,7 +32,7 @@ class scale_loss:  # Apex's name of a context manager
         delay_overflow_check: unscale, but neither move the scale nor skip.
 
     Raises:
-        RuntimeError: `initialize` was not called.
+        RuntimeError: `initialize` was not called; two of `optimizers`, or a `scale_loss` around this one, share a parameter.
         IndexError: no scaler has that `loss_id`.
     """
 
@@ -72,11 +72,15 @@ class scale_loss:  # Apex's name of a context manager
         self._prepared = []
         for optimizer in self._optimizers:
             optimizer._amp_stash.adopt_all(optimizer)
+        if not self._plain:
+            self._check_unscaled_once()
         if not self._plain and not self._delay_unscale:
             for optimizer in self._optimizers:
                 if not optimizer._amp_stash.params_have_scaled_gradients:
                     optimizer._amp_stash.prepare()
                     self._prepared.append(optimizer)
+        for optimizer in self._optimizers if not self._plain else ():
+            optimizer._amp_stash.in_scale_loss = True
         if self._plain:
             return self._loss if self._loss.dtype == torch.float32 else self._loss.float()
         return self._scaler.scaled(self._loss)
@@ -85,6 +89,8 @@ class scale_loss:  # Apex's name of a context manager
         session = self._session
         if session is None or not session.properties.enabled:
             return
+        for optimizer in self._optimizers if not self._plain else ():
+            optimizer._amp_stash.in_scale_loss = False
         if kind is not None:
             for optimizer in self._prepared:
                 optimizer._amp_stash.put_back()
@@ -107,6 +113,14 @@ class scale_loss:  # Apex's name of a context manager
             raise RuntimeError(f"amp.scale_loss was given {', '.join(strangers)} that did not go through amp.initialize; "
                                "pass every optimizer to amp.initialize first")
         return _amp_state.session
+
+    def _check_unscaled_once(self) -> None:
+        stashes = [optimizer._amp_stash for optimizer in self._optimizers]
+        parameters = [p for stash in stashes for p in (*stash.all_fp16_params, *stash.all_fp32_from_fp32_params)]
+        if any(stash.in_scale_loss for stash in stashes) or len(stashes) > 1 and len(set(parameters)) < len(parameters):
+            raise RuntimeError("amp.scale_loss would unscale a gradient twice: two of its optimizers hold the same parameter, or "
+                               "it is inside of another scale_loss with the same optimizer. Leave that one first, and give "
+                               "optimizers that share a parameter a scale_loss each")
 
     def _unscale(self) -> None:
         found_inf = self._scaler.new_flag()

@@ -207,3 +207,17 @@ def test_several_overflows_skip_one_step_which_returns_none(level):
     backward(model, optimizer)
     optimizer.step()
     assert not torch.equal(model.conv.weight, before[0])
+
+
+def test_a_gradient_is_not_unscaled_twice():
+    model, optimizer = made()
+    with pytest.raises(RuntimeError, match="would unscale a gradient twice"):
+        backward(model, [optimizer, optimizer])
+    with amp.scale_loss(loss_of(model), optimizer) as loss:
+        loss.backward()
+        with pytest.raises(RuntimeError, match="would unscale a gradient twice"):
+            backward(model, optimizer)
+    expected = grads(optimizer)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    assert same(grads(optimizer), expected)
