@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import backend_of, has_forward_pre_hook, has_state_dict_hook, tensor_version
+from .._torch import backend_of, has_forward_pre_hook, has_state_dict_hook
 from ..compiler.refusals import is_parallel_wrapper
 from ..compiler.transformed import get_compiled
 from ..precision.call_casts import Cast, CastCall
@@ -204,7 +204,7 @@ def _amp_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 # ---- checkpoints in float32 ---------------------------------------------------------------------------------------------
 
-# Set on a half parameter: its float32 master, and its version when the two were last equal.
+# Set on a half parameter: its float32 master.
 MASTER = "_amp_master"
 
 
@@ -226,20 +226,17 @@ def _upcast(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_me
 
 def full_precision(tensor: Tensor) -> Tensor:
     """Return the float32 value of a half tensor: its master where it has one and was not edited since, element by element."""
-    linked = getattr(tensor, MASTER, None)
-    tensor = tensor.detach()
-    if linked is None:
+    master, tensor = getattr(tensor, MASTER, None), tensor.detach()
+    if master is None or master.shape != tensor.shape:
         return tensor.float()
-    master = linked[0].detach()
-    if linked[1] == tensor_version(tensor):
-        return master
+    master = master.detach().to(tensor.device)
     return torch.where(master.to(tensor.dtype) == tensor, master, tensor.float())
 
 
 def _load_master(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        linked = getattr(parameter, MASTER, None)
+        master = getattr(parameter, MASTER, None)
         loaded = state_dict.get(prefix + name)
-        if linked is not None and isinstance(loaded, Tensor) and loaded.shape == linked[0].shape:
+        if master is not None and isinstance(loaded, Tensor) and loaded.shape == master.shape:
             with torch.no_grad():
-                linked[0].copy_(loaded)
+                master.copy_(loaded)

@@ -46,6 +46,7 @@ class AmpOptimizerState:
         self.all_fp16_grad_stash: list[Tensor | None] = []
         self.all_fp32_grad_stash: list[Tensor | None] = []
         self._known: set[Tensor] = set()  # masters, and what is its own
+        self._versions: list[int] = []  # of the "fp16" parameters, when they were last equal to their masters here
         self._reconciled = False
 
     # ---- parameters -------------------------------------------------------------------------------------------------
@@ -81,6 +82,7 @@ class AmpOptimizerState:
         self.all_fp16_params += halves
         self.all_fp32_from_fp16_params += masters
         self.all_fp32_from_fp32_params += others
+        self._versions += [-1] * len(halves)
         self._known.update((*masters, *others))
         if halves:
             self.link()
@@ -89,9 +91,7 @@ class AmpOptimizerState:
     def link(self) -> None:
         """Let every half parameter know its master, for checkpoints."""
         for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
-            linked = getattr(parameter, MASTER, None)
-            if linked is None or linked[0] is not master:
-                setattr(parameter, MASTER, [master, -1])
+            setattr(parameter, MASTER, master)
 
     def reconcile(self) -> None:
         """Bring edits of the model's half parameters (a broadcast, a clamp) into the masters, element by element.
@@ -102,11 +102,10 @@ class AmpOptimizerState:
         if not self.all_fp16_params:
             return
         with torch.no_grad():
-            for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
-                linked = getattr(parameter, MASTER)
-                if not self._reconciled or linked[1] != tensor_version(parameter):
+            for i, (parameter, master) in enumerate(zip(self.all_fp16_params, self.all_fp32_from_fp16_params)):
+                if not self._reconciled or self._versions[i] != tensor_version(parameter):
                     master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
-                    linked[1] = tensor_version(parameter)
+                    self._versions[i] = tensor_version(parameter)
         self._reconciled = True
 
     @torch.no_grad()
@@ -114,8 +113,8 @@ class AmpOptimizerState:
         """Round every master into its model parameter."""
         if self.all_fp16_params:
             foreach_copy_(self.all_fp16_params, self.all_fp32_from_fp16_params)
-        for parameter in self.all_fp16_params:
-            getattr(parameter, MASTER)[1] = tensor_version(parameter)
+            self._versions = [tensor_version(parameter) for parameter in self.all_fp16_params]
+            self.link()  # another optimizer of the same parameters may have stepped last
 
     def zero_model_grads(self, set_to_none: bool) -> None:
         """Drop or zero the gradients of the model's half parameters, which the optimizer does not know."""
@@ -216,7 +215,7 @@ class AmpOptimizerState:
     # ---- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "found_inf": None, "session": None, "in_scale_loss": False}
+        return {**self.__dict__, "found_inf": None, "session": None, "in_scale_loss": False, "_reconciled": False}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
         duplicate = object.__new__(type(self))

@@ -295,3 +295,34 @@ def test_what_the_optimizer_trains_from_some_step_on_is_unscaled(change, level):
         models.append(model.state_dict())
     for a, b in zip(models[0].values(), models[1].values(), strict=True):
         assert_close(b, a, dtype=torch.float32 if level == "O0" else torch.bfloat16, scale=1 if level == "O0" else 8)
+
+
+def test_optimizers_in_turn_on_the_same_half_parameters_see_each_others_steps():
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4, bias=False), torch.randn(8, 4)
+    reference = copy.deepcopy(model)
+    both = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    amp.initialize(model, both, opt_level="O2", verbosity=0)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for optimizer in both * 3:
+        optimizer.zero_grad()
+        other.zero_grad()
+        with amp.scale_loss(model(x).square().mean(), optimizer) as loss:
+            loss.backward()
+        reference(x).square().mean().backward()
+        optimizer.step()
+        other.step()
+    assert torch.allclose(model.weight.float(), reference.weight, rtol=0.01, atol=0.005)
+
+
+def test_a_loaded_model_saves_what_was_edited_since():
+    model, optimizer = amp.initialize(
+        model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    loaded = pickle.loads(pickle.dumps(model))
+    for _ in range(4):
+        with torch.no_grad():
+            loaded.bias.add_(1.0)
+        assert torch.equal(loaded.state_dict()["bias"], loaded.bias.float())
