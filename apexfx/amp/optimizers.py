@@ -54,6 +54,8 @@ class AmpOptimizer:
                 raise TypeError("optimizer parameters need to be organized in ordered collections, but the ordering of "
                                 "tensors in sets will change between runs. Please use a list instead.")
             param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+            if not {*param_group["params"]}.isdisjoint(stash.all_fp16_params):
+                raise ValueError("some parameters appear in more than one parameter group")  # torch sees their masters alone
             stash.adopt(param_group, len(self.param_groups))  # type: ignore[attr-defined]
         super().add_param_group(param_group)  # type: ignore[misc]
 

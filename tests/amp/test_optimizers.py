@@ -326,3 +326,11 @@ def test_a_loaded_model_saves_what_was_edited_since():
         with torch.no_grad():
             loaded.bias.add_(1.0)
         assert torch.equal(loaded.state_dict()["bias"], loaded.bias.float())
+
+
+def test_a_half_parameter_cannot_be_added_twice():
+    model, optimizer = amp.initialize(
+        model := nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [model.weight]})
+    assert len(optimizer.param_groups) == 1 and len(optimizer._amp_stash.all_fp16_params) == 2
