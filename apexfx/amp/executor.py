@@ -36,11 +36,20 @@ _FOREIGN = Rule("float", "not torch's own: it gets the dtypes it was written for
 
 
 class _Thread(threading.local):
-    """How many forwards of this thread the executor is on for, how often it is disabled, and the casts of parameters."""
+    """How many forwards of this thread the executor is on for, and the casts of parameters."""
 
     def __init__(self) -> None:
-        self.depth = self.disabled = 0
+        self.depth = 0
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}  # parameter, its version, its cast
+
+
+class _Disabled(threading.local):
+    """How often this thread has disabled casts: those of every executor, since a model may have been initialised by itself."""
+
+    times = 0
+
+
+_disabled = _Disabled()
 
 
 class CastExecutor(TorchFunctionMode):
@@ -79,7 +88,7 @@ class CastExecutor(TorchFunctionMode):
     @property
     def enabled(self) -> bool:
         """False inside `disable_casts()` of this thread, and after `handle._deactivate()`."""
-        return not self.deactivated and not self.thread.disabled
+        return not self.deactivated and not _disabled.times
 
     def print_casts(self) -> None:
         """Print every cast from now on, as Apex did: "Float->Half (linear)"."""
@@ -90,7 +99,7 @@ class CastExecutor(TorchFunctionMode):
 
     def disable(self, change: int) -> None:
         """Count an entered (1) or left (-1) `disable_casts()`."""
-        self.thread.disabled += change
+        _disabled.times += change
 
     def __enter__(self) -> CastExecutor:
         self.thread.depth += 1
@@ -106,12 +115,12 @@ class CastExecutor(TorchFunctionMode):
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
         """Be on, as in the forward that is recomputed, whatever this thread has disabled since."""
-        disabled, self.thread.disabled = self.thread.disabled, 0
+        times, _disabled.times = _disabled.times, 0
         try:
             with self:
                 yield
         finally:
-            self.thread.disabled = disabled
+            _disabled.times = times
 
     # ---- one call ---------------------------------------------------------------------------------------------------
 

@@ -146,3 +146,16 @@ def test_a_model_in_a_model_hands_its_values_on_as_they_are():
     outer = Outer(inner)
     amp.initialize([inner, outer], dtype=B, verbosity=0)
     assert outer(batch()[0]).dtype == torch.float32 and outer.seen == B
+
+
+def test_disable_casts_holds_for_models_that_were_initialised_apart():
+    class Model(nn.Linear):
+        def forward(self, x):
+            with amp.disable_casts():
+                self.seen = super().forward(x).dtype
+            return x
+
+    models = [amp.initialize(Model(2, 2), opt_level="O1", verbosity=0) for _ in range(2)]
+    for model in models:
+        model(torch.ones(2, 2))
+    assert [model.seen for model in models] == [torch.float32] * 2
