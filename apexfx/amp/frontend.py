@@ -104,10 +104,10 @@ def initialize(
     if (properties.patch_torch_functions or properties.cast_model_type) and not compile:
         for model in model_list:
             check_not_transformed(model)
-    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-    session = _session(properties, half, model_list, num_losses, agree=agree)
     for model in model_list:
         check_parameters(model)
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    session = _session(properties, half, model_list, num_losses, agree=agree)  # takes what was registered
     model_list = [_prepared(model, session, cast_model_outputs, inner if compile else None) for model in model_list]
     masters = bool(properties.master_weights) and not compile
     for optimizer in optimizer_list:

@@ -215,3 +215,17 @@ def test_optim_wrapper_refuses_closures_and_forwards_the_rest():
         optimizer.step(lambda: None)
     assert optimizer.defaults["lr"] == 0.5 and optimizer.param_groups[0]["lr"] == 0.5
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_refused_model_leaves_what_was_registered_to_the_next():
+    class Model(nn.Linear):
+        def forward(self, x):
+            self.seen = torch.exp(x).dtype
+            return x
+
+    amp.register_half_function(torch, "exp")
+    with pytest.raises(RuntimeError, match="do not call .half"):
+        amp.initialize(Model(2, 2).half(), opt_level="O1", verbosity=0)
+    model = amp.initialize(Model(2, 2), opt_level="O1", verbosity=0)
+    model(ones())
+    assert model.seen == B
