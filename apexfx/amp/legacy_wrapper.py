@@ -31,7 +31,10 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield the scaled loss; afterwards unscale its gradients and add those of the iteration's earlier losses."""
+        """Yield the scaled loss; afterwards unscale its gradients and add those of the iteration's earlier losses.
+
+        An exception in the body leaves these as they were.
+        """
         if not self._amp_handle.is_active():
             yield loss
             return
@@ -41,7 +44,12 @@ class OptimWrapper:
         if self._loss_idx > 0:
             for parameter in parameters:
                 parameter.grad = None
-        yield scaler.scaled(loss)
+        try:
+            yield scaler.scaled(loss)
+        except BaseException:
+            for parameter, grad in zip(parameters, earlier):
+                parameter.grad = grad
+            raise
         with torch.no_grad():
             self._unscale(scaler, parameters, earlier)
         self._loss_idx += 1

@@ -229,3 +229,19 @@ def test_a_refused_model_leaves_what_was_registered_to_the_next():
     model = amp.initialize(Model(2, 2), opt_level="O1", verbosity=0)
     model(ones())
     assert model.seen == B
+
+
+def test_an_exception_in_an_old_scale_loss_leaves_the_gradients_of_earlier_losses():
+    handle, weight = amp.init(), nn.Parameter(torch.ones(2))
+    try:
+        optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), num_loss=2)
+        with optimizer.scale_loss(weight.sum()) as loss:
+            loss.backward()
+        with pytest.raises(KeyError), optimizer.scale_loss(weight.sum()) as loss:
+            loss.backward()
+            raise KeyError
+        with optimizer.scale_loss(weight.sum()) as loss:
+            loss.backward()
+    finally:
+        handle._deactivate()
+    assert weight.grad.tolist() == [2.0, 2.0]
