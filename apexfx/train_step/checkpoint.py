@@ -46,7 +46,7 @@ def load(parts: StepParts, state: dict[str, Any]) -> None:
                     "the right learning rate, may be another", state["num_ranks"], parts.num_ranks)
     parts.scale.load_state_dict(state["scaler"])
     if parts.safeguard is not None:
-        parts.safeguard.load_state_dict(state.get("safeguard", {}))
+        parts.safeguard.load_state_dict(_of_safeguard(state))
     if parts.ema is not None:
         parts.ema.load_state_dict(state.get("ema", {"averages": {}, "counts": {}}), parts.model)
 
@@ -57,10 +57,15 @@ def _check(parts: StepParts, state: Any) -> None:
         raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: {sorted(_ALWAYS)}")
     parts.scale.check(state["scaler"])
     if parts.safeguard is not None:
-        parts.safeguard.check(state.get("safeguard", {}))
+        parts.safeguard.check(_of_safeguard(state))
     if parts.ema is not None and "ema" in state:
         parts.ema.check(state["ema"], parts.model)
     elif parts.ema is not None:
         log.warning("apexfx: the state has no averages of ema=, which begin anew")
     elif "ema" in state:
         log.warning("apexfx: the state has averages, which are dropped; make the step with ema= to go on with them")
+
+
+def _of_safeguard(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a safeguard, skips included: a loss scale counts them where there is one."""
+    return {**state["scaler"], **state.get("safeguard", {})}

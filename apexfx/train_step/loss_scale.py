@@ -31,9 +31,9 @@ class LossScale:
     def __init__(self, mode: float | str | None, device: torch.device) -> None:
         self.mode = mode
         self.tensors: dict[str, Tensor] = {}
+        self._first = _FIRST_SCALE if mode == "dynamic" else mode
         if mode is not None:
-            first = _FIRST_SCALE if mode == "dynamic" else mode
-            self.tensors[SCALE] = torch.full((), first, dtype=torch.float32, device=device)
+            self.tensors[SCALE] = torch.full((), self._first, dtype=torch.float32, device=device)
         if mode == "dynamic":
             self.tensors[GROWTH] = torch.zeros((), dtype=torch.int32, device=device)
         if mode is not None:
@@ -83,8 +83,10 @@ class LossScale:
             log.warning("apexfx: the state was saved with %s, and this step has loss_scale=%r: what the state lacks begins anew, "
                         "and what the step has no use for is dropped", sorted(state) or "no loss scale", self.mode)
         for name, tensor in self.tensors.items():
-            if name in state and (self.mode == "dynamic" or state.keys() == self.tensors.keys()):
+            if name in state and (self.mode == "dynamic" or name != SCALE):
                 tensor.copy_(state[name])
+            else:
+                tensor.fill_(self._first if name == SCALE else 0)
         self.forget()
 
 

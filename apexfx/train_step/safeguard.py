@@ -192,8 +192,12 @@ class SafeguardState:
                 raise ValueError(f"apexfx: the state of the safeguard has {name!r} of shape {saved}, expected {list(own.shape)}")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` returned and `check` let through, after the state of the loss scale."""
-        for name, tensor in self.tensors.items():
+        """Load what `state_dict` returned and `check` let through, after the state of the loss scale.
+
+        Args:
+            state: with the skips that a loss scale has counted where there was one.
+        """
+        for name, tensor in {**self.tensors, SKIPS: self.skips}.items():
             tensor.copy_(state[name]) if name in state else tensor.zero_()
         self._forget(int(self.skips[0]))
 

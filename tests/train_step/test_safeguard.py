@@ -326,6 +326,18 @@ def test_calls_that_reach_nothing_trained_are_counted_among_the_batches():
     assert step.events[-1].batches == (2, 3)
 
 
+@table(1, "saved, loads", [("dynamic", None), (None, "dynamic")])
+def test_events_go_along_to_a_step_of_another_loss_scale(saved, loads):
+    before, step = (make(safeguard=True, loss_scale=scale) for scale in (saved, loads))
+    one = batch(NAN_INPUT, torch.Generator().manual_seed(0))
+    for each, times in ((before, 2), (step, 1)):
+        for _ in range(times):
+            each(*one)
+    step.load_state_dict(copy.deepcopy(before.state_dict()))
+    step(*one)
+    assert step.skipped == 3 and [event.call for event in step.events] == [1, 2, 3]
+
+
 @pytest.mark.long
 def test_skips_from_before_there_was_a_safeguard_are_no_events():
     generator = torch.Generator().manual_seed(0)

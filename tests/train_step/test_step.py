@@ -442,18 +442,22 @@ def test_what_is_no_state_of_this_step_is_refused():
 @table(3, "saved, loads, scale", [
     ({"loss_scale": "dynamic"}, {}, 1.0), ({}, {"loss_scale": "dynamic"}, 2.0**16),
     ({"loss_scale": "dynamic"}, {"loss_scale": 128.0}, 128.0), ({"loss_scale": 128.0}, {"loss_scale": "dynamic"}, 128.0),
+    ({"loss_scale": 128.0}, {"loss_scale": 4.0}, 4.0),
     (torch.amp.GradScaler("cpu", init_scale=64.0), {"loss_scale": "dynamic"}, 64.0),
     (torch.amp.GradScaler("cpu", init_scale=64.0), {}, 1.0),
-], ids=["dynamic to none", "none to dynamic", "dynamic to static", "static to dynamic", "scaler to dynamic", "scaler to none"])
+], ids=["dynamic to none", "none to dynamic", "dynamic to static", "static to dynamic", "static to static",
+        "scaler to dynamic", "scaler to none"])
 def test_the_state_of_another_loss_scale_is_loaded_as_far_as_it_fits(saved, loads, scale):
     state = make(**saved if isinstance(saved, dict) else {}).state_dict()
     if not isinstance(saved, dict):
         saved.scale(torch.ones(()))
         state["scaler"] = saved.state_dict()
-    step = make(**loads)
+    step, (x, y) = make(**loads), batches(1)[0]
+    if "loss_scale" in loads:  # what the state lacks begins anew
+        step(x * math.nan, y)
     step.load_state_dict(state)
-    assert step.loss_scale == scale
-    step(*batches(1)[0])
+    assert step.loss_scale == scale and step.skipped == 0
+    step(x, y)
 
 
 @table(1, "saved, loads, lacks", [(SGD, AdamW, "betas|step"), (AdamW, SGD, "momentum")])
