@@ -47,10 +47,12 @@ class KeptBuffers:
         put_back: dict[tuple[int, int], Tensor] = {}  # modules that hold one buffer hold one behind this, too
         for buffers, name, buffer, before in self._kept or ():
             now = buffers.get(name)
-            if now is before or now is None:
+            if now is before:
                 continue
-            if before is None:  # once for such a buffer, so that this may wait for the device
-                buffers[name], self._replaces = None if skip.item() else now, True
+            if now is None or before is None:  # once for such a buffer, so that this may wait for the device
+                self._replaces = True
+                if skip.item():
+                    buffers[name] = before
                 continue
             if (now.shape, now.dtype, now.device) != (before.shape, before.dtype, before.device):
                 continue

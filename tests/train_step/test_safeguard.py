@@ -402,6 +402,29 @@ def test_a_buffer_that_was_none_is_none_again():
 
 
 @table(1, "accumulate", [1, 2])
+def test_a_buffer_that_a_forward_drops_is_there_again(accumulate):
+    class Drops(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.register_buffer("first", torch.ones(6))
+
+        def forward(self, x):
+            first, self.first = self.first, None
+            return super().forward(x if first is None else x + first)
+
+    model = Drops()
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             safeguard=True, accumulate=accumulate)
+    x, y = torch.ones(5, 6), torch.arange(5) % 3
+    there = []
+    for factor in (math.nan, math.nan, 1.0, math.nan):
+        for _ in range(accumulate):
+            step(x * factor, y)
+        there.append(model.first is not None)
+    assert there == [True, True, False, False]
+
+
+@table(1, "accumulate", [1, 2])
 def test_a_buffer_of_two_modules_stays_one(accumulate):
     class Shares(nn.Linear):
         def __init__(self):
