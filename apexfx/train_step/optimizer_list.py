@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..optimizers._base import FusedOptimizer
 from ..optimizers.update_rules import unsupported_reason
 
 
@@ -52,7 +53,8 @@ class OptimizerList:
             ValueError: one of several clips itself, whose gradients are clipped together; both have a norm.
         """
         for each in self._each:
-            if own := getattr(each, "max_grad_norm", None):  # of apexfx.optimizers
+            # Another class of this attribute clips in its own step(), outside of the graph.
+            if (own := getattr(each, "max_grad_norm", None)) and isinstance(each, FusedOptimizer):
                 clips = f"{type(each).__name__} clips to max_grad_norm={own} itself"
                 if not self._is_one:
                     raise ValueError(f"apexfx: {clips}, and is one of several optimizers, whose gradients are clipped together; "

@@ -230,6 +230,20 @@ def test_a_scheduler_changes_the_learning_rate_and_compiles_nothing(recwarn):
 # ---- loss scale ------------------------------------------------------------------------------------------------------------
 
 
+def test_an_optimizer_that_clips_by_itself():
+    class Clips(RMSprop):
+        max_grad_norm = 0.1
+
+        def step(self, closure=None):
+            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], self.max_grad_norm)
+            return super().step(closure)
+
+    step, data = make(Clips), batches(2)
+    for batch in data:
+        step(*batch)
+    assert_same(step.model.state_dict(), eager(Clips, {"lr": 0.01}, data)[0].state_dict())
+
+
 @table(2, "optimizer", [AdamW, FusedAdam, RMSprop])
 def test_the_scale_is_that_of_a_grad_scaler(optimizer):
     step = make(optimizer, loss_scale="dynamic", model=net().eval())
