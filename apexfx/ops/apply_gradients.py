@@ -92,7 +92,7 @@ class StepPlan:
         groups: the updates, in the order of the parameters; empty where the optimizer updates outside of the graph.
         scale: index among the scalars of the factor that the loss was multiplied with; None where it was not.
         growth_tracker: index of the number of steps since the scale last changed; None for a static scale.
-        max_scale: upper bound of a dynamic scale, or None.
+        max_scale: upper bound of a dynamic scale, which has a lower one then, too; or None.
         growth_factor, backoff_factor, growth_interval: of a dynamic scale, as torch.amp.GradScaler has them.
         max_grad_norm: to which the norm of all gradients is clipped, infinity to measure it alone, or None.
         clip_epsilon: added to the norm before it divides.

@@ -10,6 +10,7 @@ import torch
 from ..ops.apply_gradients import StepPlan
 
 aten = torch.ops.aten
+MIN_SCALE = 2.0**-24  # the reciprocal of one that backs off for ever is infinite, and so would be what it unscales
 
 
 def adapt_scale(plan: StepPlan, scale: Any, growth_tracker: Any, found_inf: Any, fault: Any, call: Callable[..., Any]) -> None:
@@ -24,8 +25,9 @@ def adapt_scale(plan: StepPlan, scale: Any, growth_tracker: Any, found_inf: Any,
     before = [(tensor, call(aten.clone.default, tensor)) for tensor in (scale, growth_tracker)] if may_be_spike else []
     call(aten._amp_update_scale_.default, scale, growth_tracker, found_inf, plan.growth_factor, plan.backoff_factor,
          plan.growth_interval)
-    if plan.max_scale is not None:
-        call(aten.copy_.default, scale, call(aten.clamp_max.default, scale, plan.max_scale))  # Inductor knows no clamp_max_
+    if plan.max_scale is not None:  # Inductor knows no clamp_max_
+        at_most = call(aten.clamp_max.default, scale, plan.max_scale)
+        call(aten.copy_.default, scale, call(aten.clamp_min.default, at_most, MIN_SCALE))
     is_spike = call(aten.gt.Tensor, fault, found_inf) if before else None
     for tensor, old in before:
         call(aten.copy_.default, tensor, call(aten.where.self, is_spike, old, tensor))

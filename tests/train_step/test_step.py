@@ -19,6 +19,7 @@ import apexfx
 from apexfx._torch import has_kernel
 from apexfx.ops.apply_gradients import StepPlan, UpdateRow
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apexfx.optimizers.loss_scale import MIN_SCALE
 from tests.own_optimizers import RMSprop
 from tests.tables import table
 
@@ -271,7 +272,7 @@ class Automaton:
 
     def step(self, finite):
         if not finite:
-            self.scale, self.streak = self.scale * self.plan.backoff_factor, 0
+            self.scale, self.streak = max(self.scale * self.plan.backoff_factor, MIN_SCALE), 0
             self.skips, self.in_a_row = self.skips + 1, self.in_a_row + 1
             return
         self.updates, self.in_a_row, self.streak = self.updates + 1, 0, self.streak + 1
@@ -300,6 +301,14 @@ def test_the_scale_is_that_of_an_automaton(num_seeds, length):
             assert [scalars[1].item(), scalars[2].item(), *scalars[3].tolist()] == \
                 [automaton.scale, automaton.streak, automaton.skips, automaton.in_a_row], f"seed {seed}"
             assert all((p == automaton.updates).all() for p in params), f"seed {seed}"
+
+
+def test_a_scale_that_backs_off_for_long_can_still_be_divided_by():
+    step, [(inputs, targets)] = make(loss_scale="dynamic", model=net().eval()), batches(1)
+    for factor in [math.nan] * 150 + [1.0]:
+        step(inputs * factor, targets)
+    assert step.skipped == 150 and step.loss_scale == MIN_SCALE
+    assert step.updated and all(p.isfinite().all() for p in step.model.parameters())
 
 
 def test_float16_has_a_dynamic_scale_and_bfloat16_none():
@@ -530,7 +539,8 @@ def test_a_loss_scale_is_float32_whatever_number_is_given():
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"loss_scale": "static"}, "loss_scale='static' was given"), ({"max_grad_norm": -1}, "max_grad_norm=-1 was given"),
+    ({"loss_scale": "static"}, "loss_scale='static' was given"), ({"loss_scale": 1e-40}, "holds the reciprocal"),
+    ({"loss_scale": 1e39}, "holds the reciprocal"), ({"max_grad_norm": -1}, "max_grad_norm=-1 was given"),
     ({"accumulate": 0}, "accumulate=0 was given"), ({"skip": ["unscale_clip_update"]}, "would train nothing"),
     ({"opt_levle": "O1"}, "did you mean 'opt_level'"), ({"max_grad_nrom": 1.0}, "did you mean 'max_grad_norm'"),
     ({"objective": F.cross_entropy}, "loss_fn= or objective="),
