@@ -79,8 +79,9 @@ def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """out = in * scale for lists [in, out]; return the norms of the unscaled inputs."""
+    norms = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists[:1], per_tensor)  # first: `out` may be `in`
     multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale)
-    return multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists[:1], per_tensor)
+    return norms
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ def test_frame():
     assert_close(norm[0], torch.cat([t.double().flatten() for t in x]).norm() * 0.5)
     unscaled, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm_scale, flag, [x, out], 0.5, False)
     assert_close(unscaled[0], norm[0] * 2)
+    unscaled, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm_scale, flag, [[copies := out[0].clone()], [copies]], 0.5, False)
+    assert_close(unscaled[0], out[0].norm())
     x[1][0, 0] = float("nan")
     multi_tensor_applier(amp_C.multi_tensor_scale, flag, [x, out], 0.5)
     assert flag.item() == 1
