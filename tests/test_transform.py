@@ -180,9 +180,10 @@ def test_capture_leaves_buffers_that_a_forward_replaces():
             super().__init__(3, 4)
             self.register_buffer("mean", torch.zeros(3))
             self.register_buffer("none", None)
+            self.register_buffer("expanded", torch.ones(1).expand(3))
 
         def forward(self, x):
-            self.mean = self.none = self.mean * 0.9 + x.detach().mean(0)
+            self.mean = self.none = self.mean * 0.9 * self.expanded + x.detach().mean(0)
             return super().forward(x) * random.uniform(0.5, 1)
 
     source = Replaces()
