@@ -140,6 +140,10 @@ class AmpOptimizerState:
         if self.all_fp16_params:
             self.reconcile()
             self.all_fp16_grad_stash = _take_grads(self.all_fp16_params)
+        self.set_float32_aside()
+
+    def set_float32_aside(self) -> None:
+        """Do that for the parameters that are their own masters, so that `unscale` leaves them as they are and adds them."""
         self.all_fp32_grad_stash = _take_grads(self.all_fp32_from_fp32_params)
 
     def _local_parameters(self) -> list[Tensor]:

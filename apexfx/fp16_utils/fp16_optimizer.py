@@ -42,6 +42,7 @@ class FP16_Optimizer:  # Apex's name
         session = Session(Properties(), torch.float16, [], None)
         self._stash = process_optimizer(init_optimizer, session, master_weights=True)
         self._found_inf: Tensor | None = None
+        self._unscaled = False  # what the float32 parameters of the model hold as gradients
         self.first_closure_call_this_step = True
 
     # ---- names of Apex ------------------------------------------------------------------------------------------------
@@ -104,12 +105,16 @@ class FP16_Optimizer:  # Apex's name
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Zero, or set to None, the gradients of masters and model."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
+        self._stash.all_fp32_grad_stash, self._unscaled = [], False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Run the backward pass of the scaled loss, then `update_master_grads()` unless told not to.
 
         Gradients accumulate scaled in the model's parameters, until the masters get them.
         """
+        if self._unscaled:
+            self._stash.set_float32_aside()
+            self._unscaled = False
         self.loss_scaler.scaled(loss).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
@@ -120,6 +125,7 @@ class FP16_Optimizer:  # Apex's name
         for master in self._stash.all_fp32_from_fp16_params:
             master.grad = None  # the model's gradient holds everything accumulated so far
         self._stash.unscale(self.loss_scaler, found_inf)
+        self._unscaled = True
         skip = self.loss_scaler.update_scale(found_inf)
         self._found_inf = skip
         if skip is not None:

@@ -209,3 +209,16 @@ def test_zero_grad_zeroes_or_drops():
     assert model[1][0].weight.grad.abs().max() == 0
     optimizer.zero_grad(set_grads_to_None=True)
     assert model[1][0].weight.grad is None and optimizer.param_groups[0]["params"][0].grad is None
+
+
+def test_gradients_of_float32_parameters_accumulate_over_backwards():
+    model, optimizer = made(static_loss_scale=128.0)
+    weight = model[1][2].weight
+    optimizer.backward(loss_of(model, 0))
+    first = weight.grad.clone()
+    optimizer.backward(loss_of(model, 0), update_master_grads=False)
+    optimizer.backward(loss_of(model, 0))
+    assert torch.allclose(weight.grad, 3 * first, rtol=0.02)
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, 0))
+    assert torch.allclose(weight.grad, first, rtol=0.02)
