@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._torch import functorch_config, module_hooks, registries
 from .._torch_compilers import (
@@ -25,6 +25,7 @@ from .._torch_compilers import (
 from ..config import TransformConfig
 from ..distributed.agreement import check_alive
 from ..graph.printing import count_text, first_names
+from ..graph.shared_memory import is_expanded
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..random_state import forked_random
@@ -260,13 +261,8 @@ class CompiledModel:
             self._capturing = False
             with torch.no_grad():
                 for held, name, buffer, old in buffers:
-                    held[name] = buffer if buffer is None or _is_expanded(buffer) else buffer.copy_(old)
+                    held[name] = buffer if buffer is None or is_expanded(buffer) else buffer.copy_(old)
         return self.report
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements are one in memory, so that nothing can write to it in place."""
-    return tensor.layout == torch.strided and any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def _is_float32(model: nn.Module) -> bool:

@@ -15,6 +15,11 @@ from .._torch import is_alone_in_memory
 from .inputs import Placeholder
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements are one in memory, so that nothing can write to it in place."""
+    return tensor.layout == torch.strided and any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
 def overlapping(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return the places of each two tensors that reach over the same memory, in their order, not in that of their addresses."""
     ranges = sorted((str(tensor.device), *_extent(tensor), place) for place, tensor in enumerate(tensors) if _has_memory(tensor))

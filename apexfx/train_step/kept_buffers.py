@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import registries
+from ..graph.shared_memory import is_expanded
 
 
 class KeptBuffers:
@@ -47,7 +48,7 @@ class KeptBuffers:
         put_back: dict[tuple[int, int], Tensor] = {}  # modules that hold one buffer hold one behind this, too
         for buffers, name, buffer, before in self._kept or ():
             now = buffers.get(name)
-            if now is before:
+            if now is before or now is not None and now is buffer and is_expanded(now):
                 continue
             if now is None or before is None:  # once for such a buffer, so that this may wait for the device
                 self._replaces = True

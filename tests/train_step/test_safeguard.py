@@ -355,9 +355,10 @@ def test_a_buffer_that_a_module_or_the_loss_replaces_is_put_back(accumulate):
         def __init__(self):
             super().__init__()
             self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("expanded", torch.ones(1).expand(3))
 
         def forward(self, y):
-            self.mean = self.mean * 0.9 + y.detach().mean(0)
+            self.mean = self.mean * 0.9 * self.expanded + y.detach().mean(0)
             return y
 
     class Loss(Tracked):
