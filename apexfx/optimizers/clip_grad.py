@@ -20,14 +20,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients in place so that their norm together is at most `max_norm`; return the norm before (0-d).
 
-    Gradients may be of any floating dtype and device. Only `error_if_nonfinite` waits for the device. Norms other than
-    2 are torch's `clip_grad_norm_`. Raises RuntimeError for a norm that is not finite, if asked to.
+    Gradients may be of any dtype and device. Only `error_if_nonfinite` waits for the device. Norms other than 2, and those
+    of float64, complex and sparse gradients, are torch's `clip_grad_norm_`. Raises RuntimeError for a norm that is not
+    finite, if asked to.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)
-    if float(norm_type) != 2.0 or any(g.is_sparse for g in grads):
+    if float(norm_type) != 2.0 or any(g.is_sparse or g.dtype == torch.float64 or g.is_complex() for g in grads):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     norm, _ = global_norm(grads)
     if error_if_nonfinite and not bool(norm.isfinite()):

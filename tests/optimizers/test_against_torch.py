@@ -114,6 +114,11 @@ def test_clip_grad_norm(dtype, max_norm):
 
 
 def test_clip_grad_norm_edges():
+    for value in (torch.tensor([1e100], dtype=torch.float64), torch.tensor([3 + 4j])):
+        param = torch.nn.Parameter(value)
+        param.grad = value.clone()
+        assert torch.allclose(clip_grad_norm_(param, 1.0).to(value.dtype), value.abs().to(value.dtype))
+        assert torch.allclose(param.grad.abs(), torch.ones_like(param.grad.abs()))
     param = torch.nn.Parameter(torch.ones(3))
     assert clip_grad_norm_([param], 1.0).item() == 0.0
     param.grad = torch.tensor([1.0, 2.0, float("inf")])
