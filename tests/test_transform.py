@@ -6,6 +6,7 @@ import copy
 import inspect
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -184,12 +185,13 @@ def test_capture_leaves_buffers_that_a_forward_replaces():
 
         def forward(self, x):
             self.mean = self.none = self.mean * 0.9 * self.expanded + x.detach().mean(0)
-            return super().forward(x) * random.uniform(0.5, 1)
+            return super().forward(x) * random.uniform(0.5, 1) * float(np.random.rand())
 
     source = Replaces()
-    mean, state = source.mean, random.getstate()
+    mean, state, of_numpy = source.mean, random.getstate(), np.random.get_state()
     transformed(source).capture(torch.ones(2, 3))
-    assert source.mean is mean and not mean.any() and source.none is None and random.getstate() == state
+    assert source.mean is mean and not mean.any() and source.none is None
+    assert random.getstate() == state and (np.random.get_state()[1] == of_numpy[1]).all()
 
 
 def test_capture_verifies_backward_passes_too():

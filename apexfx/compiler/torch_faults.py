@@ -105,7 +105,7 @@ def mended(gm: fx.GraphModule) -> Iterator[None]:
     """
     with _traceable_rnn(gm), _keep_scalar_writes(gm), refuse_checkpoints_of(_draws):
         yield
-    forget_specialized_floats()
+    forget_specialized_floats()  # not behind an error: Dynamo may be about to capture again with what it has specialized
 
 
 def _draws(node: fx.Node) -> bool:

@@ -128,7 +128,7 @@ def capture_errors() -> Iterator[None]:
             f"is; raise torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
     except BackendCompilerFailed as error:
         inner, said = error.inner_exception, str(error.inner_exception)
-        if "One of the differentiated Tensors" in said:
+        if "One of the differentiated Tensors" in said or "element 0 of tensors does not require grad" in said:
             raise ValueError("apexfx: the forward writes a parameter in place (Embedding(max_norm=) does), and a training step "
                              "as one graph updates it at the end alone; train with apexfx.transform()") from error
         if "The differentiated Tensor at index" in said:

@@ -147,7 +147,10 @@ def compute_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: 
             raise ValueError(f"apexfx: the loss is {loss.dtype}, and what is trained by has to be real: take .abs(), .real or "
                              ".imag in the loss function")
         loss = loss if loss.dtype == torch.float64 else loss.float()
-        share = weighted.share if weighted is not None else loss / inputs.calls if inputs.calls > 1 else loss
+        if weighted is not None:
+            share = weighted.share
+        else:
+            share = loss / inputs.calls if inputs.calls > 1 else loss
         grads = differentiate(share if inputs.scale is None else share * inputs.scale, inputs.params)
     return loss.detach(), tree_map(_detached, tuple(rest)), list(grads), weighted
 

@@ -68,6 +68,7 @@ class OptimizerState:
                 number, scalar = _hyperparameter(update.group, name), f"{name}_{place}"
                 if isinstance(number, Tensor) and number.device.type != "cpu":
                     self.scalars[scalar].copy_(number.detach().reshape(()))
+                    self._numbers.pop(scalar, None)
                 elif self._numbers.get(scalar) != (number := float(number)):
                     self.scalars[scalar].fill_(number)
                     self._numbers[scalar] = number
