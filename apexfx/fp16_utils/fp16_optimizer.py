@@ -106,6 +106,7 @@ class FP16_Optimizer:  # Apex's name
         """Zero, or set to None, the gradients of masters and model."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
         self._stash.all_fp32_grad_stash, self._unscaled = [], False
+        self._stash.found_inf = None  # of gradients that are gone
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Run the backward pass of the scaled loss, then `update_master_grads()` unless told not to.
@@ -205,6 +206,7 @@ class FP16_Optimizer:  # Apex's name
         self.loss_scaler.dynamic = self.dynamic_loss_scale
         self.loss_scaler.load_state_dict(scaler)
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        self._found_inf = self._stash.found_inf = None
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         for masters, saved in zip(self.fp32_from_fp16_groups, state_dict["fp32_from_fp16"]):
             for master, value in zip(masters, saved):
