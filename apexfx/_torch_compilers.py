@@ -169,8 +169,14 @@ def refuse_checkpoints_of(is_random: Callable[[torch.fx.Node], bool]) -> context
 
 
 def guard_classes() -> contextlib.AbstractContextManager[Any]:
-    """Have Dynamo guard a class that it reads through a closure, as that of an `isinstance`: 2.13 does so of others alone."""
-    return mock.patch.object(builder, "is_from_closure_source", lambda _: False, create=True)
+    """Have Dynamo guard a class that it reads through a closure, as that of an `isinstance`: 2.13 does so of others alone.
+
+    The closure of a method holds the class that `super()` needs, and its source cannot always be evaluated.
+    """
+    def is_of_method(source: torch._guards.Source) -> bool:
+        return ".__func__.__closure__" in source.name
+
+    return mock.patch.object(builder, "is_from_closure_source", is_of_method, create=True)
 
 
 def keep_order_of_writes() -> contextlib.AbstractContextManager[Any]:

@@ -105,7 +105,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 alone = len(updates) == 1 and device == group["step"].device
                 update.step = group["step"] if alone else group["step"].to(device, copy=True)
                 moved = {k: v.to(device, non_blocking=True) for k, v in scalars.items()}
-                self._update(update, grads, moved)
+                self._run_update(update, grads, moved)
                 if not alone and update is updates[-1][0]:
                     group["step"].copy_(update.step)
                 written = grads if "grad_scale" in moved else []
@@ -113,7 +113,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     @staticmethod
-    def _update(update: Update, grads: list[Tensor], scalars: dict[str, Tensor]) -> None:
+    def _run_update(update: Update, grads: list[Tensor], scalars: dict[str, Tensor]) -> None:
         """Call the op, which unscales the gradients as torch's fused optimizers do, and count the step where the op does not."""
         lr, lr_tensor = _learning_rate(update.group, update.params[0].device)
         models = update.params if update.masters else []

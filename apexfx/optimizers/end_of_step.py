@@ -103,10 +103,12 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         count: of how many the loss is a mean, 0-d; None where it is no `Mean`.
 
     Returns:
-        skip, float32, 0-d: 1 where the step is skipped, since a gradient is not finite or their norm is a spike, -1 where it is
-        since the count is 0, which no account of skips has, 0 where it is not, or is not looked for; the norm of the unscaled
-        gradients before clipping, float32, or float64 where a gradient is, nan where not asked for; the unscaled and clipped
-        gradients that are not None, where the plan keeps them.
+        skip, float32, 0-d:
+            1: skipped, since a gradient is not finite, or their norm is a spike
+            -1: skipped, since the loss is a `Mean` over nothing, which counts as no skip
+            0: updated
+        the norm of the unscaled gradients before clipping: float32, or float64 where a gradient is; nan where not asked for
+        the unscaled and clipped gradients that are not None, where the plan keeps them
 
     Raises:
         ValueError: no parameter has a gradient.
@@ -156,7 +158,9 @@ def _judge(plan: StepPlan, grads: Sequence[Any], inverse: Any, scalars: Sequence
     empty = call(prims.convert_element_type.default, call(aten.eq.Scalar, count, 0), torch.float32) if count is not None else None
     if plan.skips is not None or plan.max_grad_norm is not None:
         norm, norms, found_inf = _measured(present_of(grads), inverse, plan.safeguard is not None, call)
-        fault = found_inf = found_inf if plan.skips is not None else None
+        if plan.skips is None:
+            found_inf = None  # a gradient that is not finite skips nothing
+        fault = found_inf
     if (judged := plan.safeguard) is not None:
         members = [place for place, g in enumerate(grads) if g is not None]
         averaged = norm if empty is None else call(aten.div.Tensor, norm, _not(empty, call))  # 0 / 0 where empty: in no average
@@ -167,7 +171,8 @@ def _judge(plan: StepPlan, grads: Sequence[Any], inverse: Any, scalars: Sequence
     if fault is None:
         return _Verdict(norm, found_inf, None, empty, call(aten.mul.Tensor, empty, -1.0))
     skip = call(aten.maximum.default, fault, empty)
-    return _Verdict(norm, found_inf, fault, skip, call(aten.sub.Tensor, fault, call(aten.sub.Tensor, skip, fault)))
+    only_empty = call(aten.sub.Tensor, skip, fault)
+    return _Verdict(norm, found_inf, fault, skip, call(aten.sub.Tensor, fault, only_empty))
 
 
 def _update_groups(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any], scalars: Sequence[Any],
@@ -182,7 +187,7 @@ def _update_groups(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], 
             lists = [_of(tensors, places) for tensors in (params[start:], grads[start:], *(
                 states[place * group.num_params:] for place in range(group.num_states + group.masters)))]
             _check_states(group, lists[-1] if group.masters else lists[0], lists[2:])
-            update = _composed if group.op in compositions.COMPOSITIONS else _update
+            update = _update_by_composition if group.op in compositions.COMPOSITIONS else _update_by_op
             update(group, places, lists, scalars, factors, call)
             if group.step is not None:
                 counted.setdefault(group.step, places)
@@ -191,7 +196,7 @@ def _update_groups(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], 
         states, start = states[num_states + group.num_params * group.masters:], end
     for index, members in counted.items():
         more = 1.0 if factors.skip is None else _not(factors.skip, call)
-        for updates in _counts(scalars[index], members, call):
+        for updates in _count_tensors(scalars[index], members, call):
             call(aten.add_.Tensor, updates, more)
     left_out = plan.ema.left_out if plan.ema is not None else ()
     return states, [value for place, value in enumerate(updated) if place not in left_out]
@@ -267,8 +272,8 @@ class _Factors:
     skip: Any
 
 
-def _update(group: UpdateRow, places: Sequence[int], lists: Sequence[list[Any]], scalars: Sequence[Any], factors: _Factors,
-            call: Callable[..., Any]) -> None:
+def _update_by_op(group: UpdateRow, places: Sequence[int], lists: Sequence[list[Any]], scalars: Sequence[Any], factors: _Factors,
+                  call: Callable[..., Any]) -> None:
     """Call the op of one group.
 
     Args:
@@ -279,7 +284,7 @@ def _update(group: UpdateRow, places: Sequence[int], lists: Sequence[list[Any]],
     updated, models = (states.pop(), params) if group.masters else (params, [])
     step = None
     if counts_updates(group.op):  # in a copy, since groups may share a count
-        step = call(aten.clone.default, _counts(scalars[group.step], places[:1], call)[0])
+        step = call(aten.clone.default, _count_tensors(scalars[group.step], places[:1], call)[0])
     clip = factors.clip
     if clip is not None and _value(clip).dtype == torch.float64:
         clip = call(prims.convert_element_type.default, clip, torch.float32)
@@ -288,11 +293,11 @@ def _update(group: UpdateRow, places: Sequence[int], lists: Sequence[list[Any]],
             {name: scalar for name, scalar in shared.items() if scalar is not None}, call)
 
 
-def _composed(group: UpdateRow, places: Sequence[int], lists: Sequence[list[Any]], scalars: Sequence[Any], factors: _Factors,
-              call: Callable[..., Any]) -> None:
-    """The same, where the op is composed of others."""
+def _update_by_composition(group: UpdateRow, places: Sequence[int], lists: Sequence[list[Any]], scalars: Sequence[Any],
+                           factors: _Factors, call: Callable[..., Any]) -> None:
+    """Add the ops of a composition for one group; arguments as of `_update_by_op`."""
     params, grads, *states = lists
-    step = None if group.step is None else _counts(scalars[group.step], places[:1], call)[0]
+    step = None if group.step is None else _count_tensors(scalars[group.step], places[:1], call)[0]
     numbers = list(group.numbers)
     for place, index in group.scheduled:
         numbers[place] = scalars[index]
@@ -304,7 +309,7 @@ def _of(tensors: Sequence[Any], members: Sequence[int]) -> list[Any]:
     return [tensors[i] for i in members]
 
 
-def _counts(count: Any, members: Sequence[int], call: Callable[..., Any]) -> list[Any]:
+def _count_tensors(count: Any, members: Sequence[int], call: Callable[..., Any]) -> list[Any]:
     """Return what counts the updates of the members: a number for all, or elements of a vector."""
     if not _value(count).dim():
         return [count]

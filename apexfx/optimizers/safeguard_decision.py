@@ -42,10 +42,10 @@ def judge(found_inf: Tensor, norm: Tensor, norms: Tensor, members: Sequence[int]
     if spike_factor is not None:
         skip = torch.maximum(found_inf, _to((averaged >= window) & (norm > limit), torch.float32))
     skipped = skip > 0
-    places = torch.cat([_count(first, last, norms.device) for first, last in _runs(members)])
+    places = torch.cat([_arange(first, last, norms.device) for first, last in _runs(members)])
     place = torch.where(norms.isfinite(), NO_PLACE, _to(places, torch.float64)).amin()
     entry = _stack([judged + 1, _to(found_inf > 0, torch.float64), norm, place, average, limit, called + 1, called + calls])
-    here = _count(0, LOGGED, log.device) == skips[0].remainder(LOGGED)
+    here = _arange(0, LOGGED, log.device) == skips[0].remainder(LOGGED)
     log.copy_(torch.where((here & skipped).unsqueeze(1), entry, log))
     left_out, more = skipped | ~norm.isfinite(), torch.clamp_max(averaged + 1, window)  # finite ones may have an infinite norm
     state.copy_(_stack([judged + 1, torch.where(left_out, average, average + (norm - average) / more),
@@ -63,7 +63,7 @@ def _stack(scalars: Sequence[Tensor]) -> Tensor:
     return torch.cat([scalar.unsqueeze(0) for scalar in scalars])
 
 
-def _count(first: int, last: int, device: torch.device) -> Tensor:
+def _arange(first: int, last: int, device: torch.device) -> Tensor:
     return torch.ops.prims.iota.default(last - first, start=first, step=1, dtype=torch.int64, device=device, requires_grad=False)
 
 

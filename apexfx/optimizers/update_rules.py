@@ -94,7 +94,7 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
     first = optimizer.defaults.get("initial_accumulator_value", 0.0)  # of Adagrad
     for p in (p for p in group["params"] if id(p) in trained):
         update = _RULES[type(optimizer)](group, p.dtype, changed)
-        counted = (labels.get(id(p), 0), _count(update, optimizer.state.get(p, {}))) if update.counts else (0, 0.0)
+        counted = (labels.get(id(p), 0), _num_updates(update, optimizer.state.get(p, {}))) if update.counts else (0, 0.0)
         update = alike.setdefault((p.dtype, *counted), update)
         update.params.append(p)
         for name, tensors in update.states.items():
@@ -107,7 +107,7 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
     return list(alike.values())
 
 
-def _count(update: Update, state: dict[str, Any]) -> float:
+def _num_updates(update: Update, state: dict[str, Any]) -> float:
     """Return how many updates a parameter had; of an SGD, which counts none and dampens all but its first gradient, 0 or 1."""
     return float(state.get("step", update.op == "sgd" and state.get("momentum_buffer") is not None))
 
@@ -129,7 +129,7 @@ def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], count: 
 # ---- one class each -------------------------------------------------------------------------------------------------------
 
 
-def _update(op: str, group: dict[str, Any], numbers: Sequence[Any], states: Sequence[str], **others: Any) -> Update:
+def _new_update(op: str, group: dict[str, Any], numbers: Sequence[Any], states: Sequence[str], **others: Any) -> Update:
     plain = tree_map(lambda number: float(number) if isinstance(number, Tensor) else number, tuple(numbers))
     numbers = tuple(tuple(number) if isinstance(number, list) else number for number in plain)
     return Update(op, group, numbers, states={name: [] for name in states}, **others)
@@ -144,7 +144,7 @@ def _composition(op: str, group: dict[str, Any], options: tuple[str, ...], state
             if option in changed:
                 scheduled[f"beta{place}" if option == "betas" else option] = len(numbers)
             numbers.append(0.0 if option in changed else number)
-    return _update(op, group, numbers, states, scheduled=scheduled, **others)
+    return _new_update(op, group, numbers, states, scheduled=scheduled, **others)
 
 
 def _sgd(group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Update:
@@ -153,7 +153,7 @@ def _sgd(group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) ->
     dampens = bool(momentum and (group["dampening"] or "dampening" in changed))
     if dtype == torch.float32 and not group["maximize"] and not dampens and not changed:
         # Not as a first run: without dampening, a first buffer of zeros gives what torch's first step does.
-        return _update("sgd_", group, (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
+        return _new_update("sgd_", group, (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
     return _composition("sgd", group, ("momentum", "dampening", "weight_decay", "nesterov"), states, changed, counts=dampens)
 
 
@@ -161,7 +161,7 @@ def _adam(group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -
     options = ("betas", "eps", "weight_decay", "decoupled_weight_decay")
     if dtype == torch.float32 and not group["maximize"] and not group["amsgrad"] and not changed:
         decoupled = bool(group["decoupled_weight_decay"])
-        return _update("adam_", group, (*group["betas"], group["eps"], group["weight_decay"], decoupled, True), _MOMENTS)
+        return _new_update("adam_", group, (*group["betas"], group["eps"], group["weight_decay"], decoupled, True), _MOMENTS)
     return _composition("adam", group, options, (*_MOMENTS, *(("max_exp_avg_sq",) if group["amsgrad"] else ())), changed)
 
 
