@@ -30,7 +30,8 @@ class CancelCasts(Pass):
     """Drop casts to the same dtype and exact round trips, and let all uses of one value share one cast.
 
     Nothing is shared or dropped across a write to the value, into or out of a no_grad region, or where the cast itself is
-    written. A cast down and up again (float32, bfloat16, float32) rounds, and stays.
+    written. A cast down and up again (float32, bfloat16, float32) rounds, and stays. The forward keeps its bits; the gradients of
+    uses that share a cast add up in its dtype, as under autocast, which caches casts of weights.
 
     Before:  a = _to_copy(w, bf16); y = linear(x, a); b = _to_copy(w, bf16); c = _to_copy(y, f32); d = _to_copy(c, bf16)
              z = linear(d, b)
