@@ -69,6 +69,10 @@ class scale_loss:  # Apex's name of a context manager
         self._plain = not self._scaler.dynamic and self._scaler.loss_scale() == 1.0 and not any(
             optimizer._amp_stash.master_weights for optimizer in self._optimizers
         )
+        if self._plain:
+            loss = self._loss if self._loss.dtype == torch.float32 else self._loss.float()
+        else:
+            loss = self._scaler.scaled(self._loss)  # where it is no loss, this raises before anything is set aside
         self._prepared = []
         for optimizer in self._optimizers:
             optimizer._amp_stash.adopt_all(optimizer)
@@ -81,9 +85,7 @@ class scale_loss:  # Apex's name of a context manager
                     self._prepared.append(optimizer)
         for optimizer in self._optimizers if not self._plain else ():
             optimizer._amp_stash.in_scale_loss = True
-        if self._plain:
-            return self._loss if self._loss.dtype == torch.float32 else self._loss.float()
-        return self._scaler.scaled(self._loss)
+        return loss
 
     def __exit__(self, kind: Any, exception: Any, traceback: Any) -> None:
         session = self._session

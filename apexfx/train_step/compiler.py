@@ -210,10 +210,10 @@ class StepCompiler:
                     self.on_run()
                 outputs = compiled(*args)
                 self.on_run()
-                self.not_run.discard(run)
+                self.not_run.discard(compiled)
                 return outputs
 
-        self.not_run.add(run)
+        self.not_run.add(compiled)  # and not `run`, which would hold itself
         return run
 
     def _keeping(self, graph: RewrittenGraph, other_stages: StepPasses) -> Callable[..., Any]:

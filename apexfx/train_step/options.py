@@ -97,8 +97,8 @@ class StepOptions:
     def _check_numbers(self) -> None:
         scale, norm, accumulate, budget = self.loss_scale, self.max_grad_norm, self.accumulate, self.memory_budget
         if scale not in (None, "dynamic") and not (is_number(scale) and 2.0**-126 <= scale <= 2.0**126):
-            raise ValueError(f"apexfx: loss_scale={scale!r} was given, expected 'dynamic', a positive number of which float32 "
-                             "holds the reciprocal, too, or None")
+            raise ValueError(f"apexfx: loss_scale={scale!r} was given, expected 'dynamic', None, or a number from 2**-126 to "
+                             "2**126, of which float32 holds the reciprocal, too")
         if norm is not None and not (is_number(norm) and norm > 0):
             raise ValueError(f"apexfx: max_grad_norm={norm!r} was given, expected a positive number or None")
         if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:

@@ -221,3 +221,15 @@ def test_a_gradient_is_not_unscaled_twice():
     optimizer.zero_grad()
     backward(model, optimizer)
     assert same(grads(optimizer), expected)
+
+
+def test_what_is_no_loss_leaves_the_optimizer_as_it_was():
+    model, optimizer = made()
+    backward(model, optimizer)
+    expected = grads(optimizer)
+    with pytest.raises(AttributeError), amp.scale_loss(None, optimizer):
+        pass
+    assert same(grads(optimizer), expected)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    assert same(grads(optimizer), expected)
