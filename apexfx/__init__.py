@@ -9,7 +9,6 @@ from .backend import last_report as last_report
 from .buckets.plan import BucketPlan as BucketPlan
 from .compare import compare as compare
 from .config import BucketConfig as BucketConfig
-from .errors import ArtifactMismatch as ArtifactMismatch
 from .errors import NonFiniteError as NonFiniteError
 from .errors import PassError as PassError
 from .errors import RankFailureError as RankFailureError

@@ -1,4 +1,4 @@
-"""The command line: `python -m apexfx demo | diagnose | doctor | passes | compare | replay | artifact | simulate | compat`."""
+"""The command line: `python -m apexfx demo | diagnose | doctor | passes | compare | replay | simulate | compat`."""
 
 from __future__ import annotations
 
@@ -54,12 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     passes.set_defaults(run=_passes)
     _add_compare(commands)
     _add_replay(commands)
-    artifact = commands.add_parser(
-        "artifact", help="what is in the file of a compiled training step", epilog=_EXIT_STATUS,
-        description="Print what apexfx.train_step(artifact=PATH) has compiled, and for which program: torch, processor, options, "
-                    "kinds of calls. Nothing of the file is run. docs/start.md explains artifacts.")
-    artifact.add_argument("path", metavar="PATH", help="the file", type=Path)
-    artifact.set_defaults(run=_artifact)
     _add_simulate(commands)
     commands.add_parser("compat", help="run a script written for NVIDIA Apex, unchanged")
     return parser
@@ -230,21 +224,6 @@ def _replay(arguments: argparse.Namespace) -> int:
         return 2
     print(text)
     return 0 if as_recorded else 1
-
-
-def _artifact(arguments: argparse.Namespace) -> int:
-    from .errors import ArtifactMismatch
-    from .train_step.artifact.archive import summary
-
-    try:
-        print(summary(arguments.path))
-    except ArtifactMismatch as error:
-        print(error, file=sys.stderr)
-        return 2
-    except FileNotFoundError:
-        print(f"apexfx: there is no artifact {str(arguments.path)!r}; a step with artifact= writes one", file=sys.stderr)
-        return 2
-    return 0
 
 
 def _simulate(arguments: argparse.Namespace) -> int:

@@ -616,37 +616,6 @@ def profiled_events(profiler: torch.profiler.profile) -> list[ProfiledEvent]:
                   key=lambda event: (event.start, -event.end))
 
 
-def load_kernel(path: Path) -> Callable[..., None]:
-    """Return the kernel in a library that Inductor has built for the CPU (2.13)."""
-    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr)
-    spec = importlib.util.spec_from_file_location(f"apexfx_artifact.{path.stem}.kernel", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.kernel
-
-
-def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return what says whether tensors have the class, dtype, device, sizes, strides, requires_grad and views that these have."""
-    sizes, strides = ([list(each(tensor)) for tensor in tensors] for each in (torch.Tensor.size, torch.Tensor.stride))
-    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-
-
-def process_state() -> dict[str, Any]:
-    """Return what of the process and this thread a captured graph depends on: Dynamo's guards of the global state."""
-    cpu = torch.backends.mkldnn
-    return {
-        "gradients": torch.is_grad_enabled(), "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu")), torch.is_autocast_cache_enabled()],
-        "default dtype": str(torch.get_default_dtype()), "default device": str(torch.get_default_device()),
-        "deterministic algorithms": [torch.are_deterministic_algorithms_enabled(),
-                                     torch.is_deterministic_algorithms_warn_only_enabled()],
-        "attention": [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()],
-        "threads": torch.get_num_threads(), "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "oneDNN": [cpu.enabled, cpu.deterministic], "torch.func": functorch_is_active(),
-        "torch function modes": [type(mode).__name__ for mode in function_modes()], "dispatch modes": dispatch_mode_depth(),
-    }
-
-
 def changed_inductor_settings() -> dict[str, str]:
     """Return what of Inductor's configuration is not the default, as texts."""
     config = sys.modules.get("torch._inductor.config")  # without which nothing was set

@@ -238,61 +238,9 @@ def generated_code() -> list[GeneratedCode]:
     return codes
 
 
-def changes_of_python() -> list[tuple[str, Any]]:
-    """Return what the frame that Dynamo is compiling does to objects that were there before it, beside tensors.
-
-    Returns:
-        (place, what is there in the end): of an attribute that becomes a constant of Python that constant, else any object. An
-        attribute that gets back what it held is left out.
-    """
-    effects = current_translator().output.side_effects
-    changes: list[tuple[str, Any]] = [("a hook on a tensor", effects)] * bool(effects.tensor_hooks)
-    for each in effects.id_to_variable.values():
-        if not effects.is_modified(each) or "Existing" not in type(each.mutation_type).__name__:
-            continue
-        if each.source is None or not isinstance(each, UserDefinedObjectVariable) or each.is_base_vt_modified(effects):
-            changes.append((each.source.name if each.source is not None else type(each).__name__, each))
-            continue
-        for name, value in effects.store_attr_mutations[each].items():
-            place = AttrSource(each.source, name).name
-            if value.source is None or value.source.name != place:
-                changes.append((place, value.as_python_constant() if value.is_python_constant() else value))
-    return changes
-
-
 def traced_code() -> list[types.CodeType]:
     """Return the code of the functions that are in the graph which Dynamo is compiling."""
     return list(torch._guards.TracingContext.get().get_traced_code() or ())
-
-
-class Lowered(NamedTuple):
-    """What AOTAutograd has made of a graph's inputs and outputs.
-
-    Attributes:
-        num_inputs, num_outputs: of its graph.
-        noted_writes: places of inputs whose versions count that the graph has written them.
-        obstacle: what it does around the graph; "" where that is nothing, and inputs and outputs are those of the graph.
-    """
-
-    num_inputs: int
-    num_outputs: int
-    noted_writes: list[int]
-    obstacle: str
-
-
-def lowered_convention(gm: torch.fx.GraphModule) -> Lowered:
-    """Return how the graph that AOTAutograd hands to its compiler now is called (2.13)."""
-    metadata = torch._guards.TracingContext.get().fw_metadata
-    kinds = {info.output_type.name for info in metadata.output_info}
-    obstacles = {"an output that is the memory of an input": kinds - {"non_alias", "unsafe_view_alias"},
-                 "outputs that share memory": metadata.num_intermediate_bases,
-                 "an input that is written outside of the graph": metadata.mutated_inp_runtime_indices,
-                 "ops with an order of their own": metadata.tokens,
-                 "random numbers of its own": metadata.is_rng_op_functionalized,
-                 "a subclass of Tensor": any(type(each).__name__ != "PlainTensorMeta" for each in metadata.subclass_inp_meta)}
-    return Lowered(len(gm.graph.find_nodes(op="placeholder")), len(metadata.output_info),
-                   list(metadata.mutated_graph_handled_indices_seen_by_autograd),
-                   next((what for what, there in obstacles.items() if there), ""))
 
 
 for function in in_graphs:

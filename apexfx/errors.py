@@ -15,10 +15,6 @@ class PassError(RuntimeError):
         self.node = node.name if node is not None else None
 
 
-class ArtifactMismatch(RuntimeError):
-    """The file of a compiled training step is of another program, torch or processor, or damaged."""
-
-
 class NonFiniteError(RuntimeError):
     """Too many training steps in a row were skipped, since their gradients were not finite, or spikes."""
 

@@ -7,7 +7,6 @@ then, so that what is left is the host's. Candidates take turns of ten calls, on
 
     dynamo         the function of the step on the same inputs, by torch.compile with such a graph: guards and nothing besides
     plain, ...     train_step() with these options
-    artifact       that with code from a file
 
 Columns: microseconds of a call, median; those above `dynamo` in the same turn, the median and its 95 % interval. The result is
 also written to results/host_time.json.
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,16 +78,6 @@ def make(options: dict[str, Any]) -> tuple[Any, Tensor, Tensor]:
     return step, x, y
 
 
-def stored() -> Callable[[], object]:
-    """Return a call of a step that takes its code from a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(2):
-            step, x, y = make({"artifact": f"{folder}/step", "inner": "inductor"})
-    [call] = step._graphs._calls.values()
-    call._call = runs_once(call._call)
-    return lambda: step(x, y)
-
-
 def dynamo() -> Callable[[], object]:
     """Return a call of the function that a step has Dynamo capture, on what that step calls it with."""
     step, x, y = make({})
@@ -116,7 +104,6 @@ def main() -> None:
     for name, options in VARIANTS.items():
         step, x, y = make(options)
         calls[name] = lambda step=step, x=x, y=y: step(x, y)
-    calls["artifact"] = stored()
     candidates = {name: lambda call=call: [call() for _ in range(10)] for name, call in calls.items()}
     times = {name: [1e5 * taken for taken in seconds]
              for name, seconds in harness.interleave(candidates, rounds=rounds, clock=time.process_time).items()}

@@ -4,9 +4,9 @@
     python benchmarks/jax_step.py --models mlp --processes 1 --json results/jax_step.json
 
 The same models from the same parameters on the same batch: the norm of the gradients clipped to 1, AdamW, float32. Both run on
-one core and take turns, `--steps` steps each; their losses have to agree behind the warm-up. The step is measured as it is, with
-inner_options={"cpp_wrapper": True}, and with code that it takes from a file (artifact=). Columns: median milliseconds of a step;
-jax's time / ours in the same turn, median and 95 % interval over the turns of all processes; the ratio of each process.
+one core and take turns, `--steps` steps each; their losses have to agree behind the warm-up. The step is measured as it is, and
+with inner_options={"cpp_wrapper": True}. Columns: median milliseconds of a step; jax's time / ours in the same turn, median and
+95 % interval over the turns of all processes; the ratio of each process.
 Where jax is not to be had the script says so and ends.
 """
 
@@ -38,8 +38,7 @@ ENVIRONMENT = Path(__file__).resolve().parent.parent / "build" / "jax"
 PACKAGES = ("jax==0.10.2", "optax==0.2.8")
 ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1", "OMP_NUM_THREADS": "1",
               "JAX_PLATFORMS": "cpu"}
-VARIANTS: dict[str, dict[str, Any]] = {"train_step": {}, "train_step, cpp_wrapper": {"inner_options": {"cpp_wrapper": True}},
-                                       "train_step, artifact": {"artifact": "step"}}
+VARIANTS: dict[str, dict[str, Any]] = {"train_step": {}, "train_step, cpp_wrapper": {"inner_options": {"cpp_wrapper": True}}}
 WARM_UP, TOLERANCE = 20, 1e-3  # of the losses behind the warm-up: other products, other orders of sums
 
 
@@ -91,13 +90,10 @@ def measure(name: str, python: str, rounds: int, steps: int) -> dict[str, list[f
 
         def make_step(options: dict[str, Any]) -> Any:
             copied = copy.deepcopy(model)
-            options = {**options, **({"artifact": Path(folder, options["artifact"])} if "artifact" in options else {})}
             return apexfx.train_step(copied, F.cross_entropy, torch.optim.AdamW(copied.parameters(), lr=1e-4), opt_level="O0",
                                      max_grad_norm=1.0, **options)
 
         def run_ours(variant: str) -> Callable[[int], dict[str, float]]:
-            if "artifact" in VARIANTS[variant]:
-                make_step(VARIANTS[variant])(x, y)  # writes it
             step = make_step(VARIANTS[variant])
 
             def run(steps: int) -> dict[str, float]:

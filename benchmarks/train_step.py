@@ -13,7 +13,6 @@ Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and 
     torch.compile    the same around torch.compile(model); over ranks, around torch DDP of it
     transform        apexfx.transform(model), over ranks with ddp=True, and FusedAdam, which clips by itself
     train_step       apexfx.train_step() with torch's AdamW
-    artifact         the same with artifact=, for --start alone: its "warm" begins with that file and an empty compile cache
 
 `--batches N`: batches N times as large, as a GPU wants them. `--cpp-wrapper`: all but eager have Inductor call its kernels from
 C++, and their rows say so. At O1 and O2, in `--dtype` bfloat16 or float16, the first two run under autocast, of float16 with a
@@ -150,7 +149,6 @@ VARIANTS: dict[str, Callable[..., Step]] = {
     PEER: by_hand(lambda model, inner_options: torch.compile(_over_ranks(model), options=inner_options)),
     "transform": transformed,
     "train_step": whole,
-    "artifact": lambda *args: whole(*args, artifact=os.environ["STEP_ARTIFACT"]),
 }
 
 
@@ -241,23 +239,22 @@ def starts(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def cold_and_warm(name: str, variant: str, level: str, given: argparse.Namespace) -> list[dict[str, float]]:
-    """Return what `first_step` does with an empty compile cache, and with what that has left in it, or in the file alone."""
+    """Return what `first_step` does with an empty compile cache, and with what that has left in it."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["STEP_ARTIFACT"] = f"{folder}/step"
-        for cache in ("cache", "empty" if variant == "artifact" else "cache"):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{cache}"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        for _ in range(2):
             arguments = first_step, name, variant, level, given
             found.append(harness.on_ranks(*arguments, num_ranks=given.ranks) if given.ranks > 1
                          else harness.in_new_process(*arguments))
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["STEP_ARTIFACT"]
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     return found
 
 
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(SMALL))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[name for name in VARIANTS if name != "artifact"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--levels", nargs="+", choices=("O0", "O1", "O2"), default=["O0"])
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--no-clip", action="store_true")

@@ -69,9 +69,6 @@ class BackwardPasses(CustomGraphPass):
             for key in filter(None, (self.key, entry)):
                 cache.save_stage(key, self._record.backward)
 
-    def note_compiled(self, gm: fx.GraphModule, compiled: Any) -> None:
-        """Be told what Inductor has made of a graph of AOTAutograd's."""
-
     def on_forward(self, gm: fx.GraphModule) -> None:
         """Put AOTAutograd's forward graph in the report."""
         capture.name_inputs(gm, self._placeholders)

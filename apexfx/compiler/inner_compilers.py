@@ -67,7 +67,6 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
         compiled = compile_fx_inner(gm, example_inputs, **options)
     if options.get("is_backward") or backward.is_train_step:
         backward.keep(cache_entry(compiled))
-        backward.note_compiled(gm, compiled)
     return compiled
 
 

@@ -7,13 +7,12 @@ reads and writes besides its batch), `function` and its `inputs` (what Dynamo tr
 `optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
 `loss_scale` and `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps` (where that began),
 `bundle_recorder` (a call that another process runs again), `replicas` (whether the ranks still train one model); `ema` (averages
-of the parameters); `errors` and `wrong_call` (what a user is told). The folder `artifact` is a compiled step in a file.
+of the parameters); `errors` and `wrong_call` (what a user is told).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
                objective: Callable[..., Any] | None = None, loss_scale: float | str | None = None,
                max_grad_norm: float | None = None, accumulate: int = 1, keep_grads: bool = False,
                memory_budget: int | None = None, fallback: str | None = None, safeguard: Safeguard | bool | None = None,
-               ema: EMA | None = None, artifact: str | Path | None = None, modules: Sequence[nn.Module] = (),
+               ema: EMA | None = None, modules: Sequence[nn.Module] = (),
                **options: Any) -> TrainStep:
     """Return a callable that runs a whole training step of `model` as one graph.
 
@@ -71,8 +70,6 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
             wrote stays.
         ema: an `apexfx.EMA`: average the model's parameters after each update, in the same graph; `step.ema_model` is a model of
             the averages.
-        artifact: a file that keeps what is compiled. Where it is there, and was made for the same program, nothing is captured
-            and compiled; where it is not, it is written. It holds native code: load none that you would not run. On the CPU.
         modules: what else the optimizer trains, where a loss function or objective that is no module uses it.
         options: those of `apexfx.transform`. `fullgraph=True` makes a rewrite that matches nothing an error; False is refused,
             since a step is one graph.
@@ -81,11 +78,9 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
         ValueError, TypeError: an option that does not exist, does not fit, or contradicts another; an optimizer with
             parameters that neither model nor objective has. Nothing has changed then.
         RankMismatchError: ranks hold different models.
-        ArtifactMismatch: the file is damaged. The first call raises it where the file was made for another program.
     """
     check_what_is_trained(loss_fn, optimizer, objective)
     own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "keep_grads": keep_grads,
-           "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard, "ema": ema,
-           "artifact": artifact}
+           "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard, "ema": ema}
     step_options = StepOptions.from_arguments(own, options)
     return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, step_options, modules)

@@ -15,7 +15,7 @@ from torch.fx.traceback import annotate
 
 from .. import passes
 from .._torch import PlainAOTOutput, set_grad_enabled
-from .._torch_compilers import Lowered, keep_sequence_numbers, lowered_convention
+from .._torch_compilers import keep_sequence_numbers
 from ..compiler import capture
 from ..compiler.backward_stage import BackwardPasses, random_inputs
 from ..compiler.model_index import ModelIndex
@@ -39,7 +39,6 @@ from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from .accumulation import ACCUMULATED
-from .artifact.recorder import ArtifactRecorder
 from .derivatives import check_functions, compose_norms
 from .errors import calls_backward, sparse_gradient
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
@@ -69,7 +68,6 @@ class StepCompiler:
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
         traces: keep a graph in place of running it; its nodes say what they are the backward of.
-        recorder: is told of each graph, or None.
 
     Attributes:
         compiled: graphs, while Dynamo has what runs them.
@@ -80,7 +78,7 @@ class StepCompiler:
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
                  memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
-                 traces: bool = False, recorder: ArtifactRecorder | None = None) -> None:
+                 traces: bool = False) -> None:
         self.config = config
         self.report = report
         self.groups = groups
@@ -91,7 +89,6 @@ class StepCompiler:
         self.reduce_gradients = reduce_gradients
         self.safeguard = safeguard
         self.traces = traces
-        self.recorder = recorder
         self.traced: Traced | None = None
         self._runs = True
         self.not_run: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
@@ -146,14 +143,7 @@ class StepCompiler:
         # What each call looks at before it runs.
         check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
-        run = self._guarded(compiled, before_communicating, waits, check_memory, leaves)
-        if self.recorder is None:
-            return run
-        known = {"placeholders": placeholders, "updated": updated, "written": by_forward, "check_memory": check_memory,
-                 "what": communication.what,
-                 "leaves": [[leaf.index, leaf.name] for leaf in leaves], "collectives": collectives, "record": graph.record,
-                 "code": step_passes.lowered_code}
-        return self.recorder.note_graph(known, gm, run)
+        return self._guarded(compiled, before_communicating, waits, check_memory, leaves)
 
     def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                          example_inputs: Sequence[Any]) -> list[Placeholder]:
@@ -276,7 +266,6 @@ class StepPasses(BackwardPasses):
                  on_communication: Callable[[], None]) -> None:
         super().__init__(graph.pipeline, graph.record, graph.placeholders, graph.uuid, graph.key)
         self._present, self._on_change, self._on_communication = present, on_change, on_communication
-        self._lowered_code: tuple[Any, Lowered] | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         if self._user_pass is not None:
@@ -291,13 +280,6 @@ class StepPasses(BackwardPasses):
         self._record.backward = self._pipeline.run("step", gm, inputs=random_inputs(gm))
         self._record.backward.memory = memory_timeline(gm, self._placeholders, self._record.backward.places)
         return self._record.backward
-
-    def note_compiled(self, gm: fx.GraphModule, compiled: Any) -> None:
-        self._lowered_code = compiled, lowered_convention(gm)
-
-    def lowered_code(self) -> tuple[Any, Lowered]:
-        """Return what Inductor has made of the graph, and how that is called."""
-        return self._lowered_code
 
     def on_forward(self, gm: fx.GraphModule) -> None:
         self.run(gm)

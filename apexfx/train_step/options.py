@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ class StepOptions:
     fallback: str | None = None
     safeguard: Safeguard | None = None
     ema: EMA | None = None
-    artifact: Path | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -48,18 +46,6 @@ class StepOptions:
         if self.fallback is not None and self.config.fullgraph:
             raise ValueError("apexfx: fullgraph=True asks for one graph, and fallback='transform' for several where one is not "
                              "possible; leave one of them out")
-
-        self._check_artifact()
-
-    def _check_artifact(self) -> None:
-        if self.artifact is None:
-            return
-        config = self.config
-        refused = {"fallback='transform'": self.fallback is not None, "dynamic=True": config.dynamic,
-                   f"inner={config.inner!r}": config.inner != "inductor", "inner_options=": config.inner_options}
-        if (given := next((name for name, there in refused.items() if there), None)) is not None:
-            raise ValueError("apexfx: artifact= keeps the code that Inductor makes of a whole step for the shapes of a call, and "
-                             f"{given} asks for something else; leave one of them out")
 
     @classmethod
     def from_arguments(cls, own: Mapping[str, Any], options: Mapping[str, Any]) -> StepOptions:
@@ -81,16 +67,12 @@ class StepOptions:
                              "pass fallback='transform' to run in pieces what cannot be captured")
         if isinstance(own["safeguard"], bool):
             own = {**own, "safeguard": Safeguard() if own["safeguard"] else None}
-        if own.get("artifact") is not None:
-            if not isinstance(own["artifact"], (str, Path)):
-                raise TypeError(f"apexfx: artifact={own['artifact']!r} was given, expected the path of a file")
-            own = {**own, "artifact": Path(own["artifact"])}
         return cls(config, **own)
 
     def describe(self) -> dict[str, Any]:
         """Return the options for reports: all of `config`, and those of the step that are not the default."""
         own = {f.name: value for f in dataclasses.fields(self)
-               if f.name not in ("config", "artifact") and (value := getattr(self, f.name)) != f.default}
+               if f.name != "config" and (value := getattr(self, f.name)) != f.default}
         return {**self.config.describe(), **{name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
                                              for name, value in own.items()}}
 

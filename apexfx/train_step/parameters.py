@@ -140,7 +140,7 @@ def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizer
 
 def _update_rows(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
     """Return, as JSON-able rows, what replicas have to do alike with equal gradients."""
-    own = [[name, _numbers(value)] for name, value in vars(options).items() if name not in ("config", "artifact")]
+    own = [[name, _numbers(value)] for name, value in vars(options).items() if name != "config"]
     groups = [[f"group {place} of {type(optimizer).__name__}",
                {name: str(value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}]
               for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]

@@ -27,7 +27,6 @@ from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
 from .accumulation import clear_accumulated
-from .artifact.graphs import ArtifactGraphs
 from .bundle_recorder import BundleRecorder
 from .ema import EmaState
 from .function import apply_gradients
@@ -75,8 +74,6 @@ class TrainStep:
         casts_to = half if config.level.half_parameters else None
         in_float16 = config.level.casts and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
         device = trained[0].device
-        if options.artifact is not None and device.type != "cpu":
-            raise ValueError(f"apexfx: artifact= keeps code for the CPU only, and the model is on {device}; leave it out")
         scale = LossScale(options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None, device)
         safeguard = None if options.safeguard is None else SafeguardState(
             options.safeguard, device, scale.tensors.get(SKIPS), options.accumulate)
@@ -140,18 +137,6 @@ class TrainStep:
                 self._note_applied(*ran)
         self._after_call(updated=not accumulates)
         return (loss, *rest) if rest else loss
-
-    def save_artifact(self, path: str | Path) -> None:
-        """Write what was compiled, and what it was compiled for, to another file than `artifact=`, as that has it.
-
-        Raises:
-            RuntimeError: the step was made without artifact=, which looks on while a step is compiled; there is nothing compiled.
-            OSError: it cannot be written.
-        """
-        if self._parts.options.artifact is None:
-            raise RuntimeError("apexfx: save_artifact() writes what artifact= has kept, and the step was made without; make it "
-                               "with artifact='step.apexfx'")
-        self._graphs.save(Path(path))
 
     def _note_ranks_apart(self, options: StepOptions) -> None:
         """Say once that no gradient is averaged where other ranks are there.
@@ -387,9 +372,7 @@ class TrainStep:
 
 
 def _graphs(parts: StepParts, state: TrainingState) -> CallGraphs:
-    """Return what runs the calls of a step. That imports torch's compilers, unless there may be code in a file."""
-    if parts.options.artifact is not None:
-        return ArtifactGraphs(parts, state, parts.options.artifact)
+    """Return what runs the calls of a step. That imports torch's compilers."""
     if parts.options.fallback is not None:
         from .in_pieces import StepInPieces
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import functorch_config, tensor_version
+from .._torch import tensor_version
 from .._torch_compilers import dynamo_config, guard_classes, run_cached_graphs
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
@@ -26,7 +26,6 @@ from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..random_state import forked_random
 from ..report.data import Report
-from .artifact.recorder import ArtifactRecorder
 from .compiler import NotRun, StepCompiler
 from .errors import calls_backward, capture_errors
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step
@@ -59,15 +58,14 @@ class StepGraphs:
     Args:
         parts: of the step.
         state: what the step reads and writes besides its batch.
-        recorder: looks on while a graph is captured and compiled, or None.
     """
 
-    def __init__(self, parts: StepParts, state: TrainingState, recorder: ArtifactRecorder | None = None) -> None:
-        self._parts, self._state, self._recorder = parts, state, recorder
+    def __init__(self, parts: StepParts, state: TrainingState) -> None:
+        self._parts, self._state = parts, state
         self._make_compiler = functools.partial(
             StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
             index=parts.index, on_run=state.note_change, on_communication=state.note_communication,
-            memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None, recorder=recorder)
+            memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None)
         self._updates, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._settings = _dynamo_settings()
         self._patch = dynamo_config.patch(self._settings)  # making one costs more than entering it
@@ -75,8 +73,7 @@ class StepGraphs:
     def _variant(self, function: Callable[..., Any], **options: Any) -> _Variant:
         compiler = self._make_compiler(**options)
         compiling = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True,
-                                  dynamic=False if self._recorder is not None else self._parts.options.config.dynamic,
-                                  options={"guard_filter_fn": self._recorder.note_guards} if self._recorder is not None else None)
+                                  dynamic=self._parts.options.config.dynamic)
         return _Variant(compiler, compiling, run_cached_graphs(compiling))
 
     def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
@@ -102,7 +99,7 @@ class StepGraphs:
         Raises:
             As a call.
         """
-        compiler = self._make_compiler(report=Report(self._parts.report.config), agreement=None, traces=True, recorder=None)
+        compiler = self._make_compiler(report=Report(self._parts.report.config), agreement=None, traces=True)
         return trace(run_step, compiler, self._parts.step_model, self._inputs(self._parts.model), batch, named)
 
     def _inputs(self, model: nn.Module) -> StepInputs:
@@ -125,19 +122,11 @@ class StepGraphs:
         self._state.keep_buffers()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         with contextlib.nullcontext() if is_set else self._patch, guard_classes(), torch.no_grad(), capture_errors(), \
-                self._parts.step_model.traceable() as model, self._recording(model, batch, named, variant is self._accumulates):
+                self._parts.step_model.traceable() as model:
             outputs = variant.compiling(self._inputs(model), batch, named)
         if grad_versions(self._state.lists.params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
         return outputs
-
-    def _recording(self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any],
-                   accumulates: bool) -> contextlib.AbstractContextManager[Any]:
-        """Have the recorder look on in this context, where AOTAutograd's cache would hide what is compiled from it."""
-        if self._recorder is None:
-            return contextlib.nullcontext()
-        self._recorder.begin(model, self._state.inputs(), batch, named, accumulates)
-        return functorch_config.patch(enable_autograd_cache=False)
 
 
 def grad_versions(params: Sequence[Tensor]) -> list[Any]:

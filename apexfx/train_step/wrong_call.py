@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._torch import tree_leaves
 from ..compiler.forward_errors import name_precision
-from ..errors import ArtifactMismatch, RankFailureError, RankMismatchError
+from ..errors import RankFailureError, RankMismatchError
 from ..report.data import Report
 from .function import SupervisedObjective
 
@@ -43,7 +43,7 @@ class Call:
         self.check()
         try:
             yield
-        except (ArtifactMismatch, RankMismatchError, RankFailureError):
+        except (RankMismatchError, RankFailureError):
             raise
         except Exception as error:
             if "needed for gradient computation has been modified" in str(error):
