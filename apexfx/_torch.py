@@ -43,6 +43,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 from torch.cuda import _get_nvml_device_index as nvml_index
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -11,3 +11,5 @@ and what is done about each).
 The room is large because it alone stands between torch's compilers and a program: a quarter of it mends or refuses what Dynamo,
 AOTAutograd and Inductor would leave out, or compute otherwise, without a word.
 """
+
+from . import cache as cache  # so that torch.compiler.load_cache_artifacts() knows reports, which it may meet before a first call

@@ -2,7 +2,7 @@
 
 AOTAutograd's cache is keyed by the graph Dynamo captured and by the `uuid()` of the custom pass; neither knows the source
 of a pass, of an op's Python body, or the world size. All of that goes into the uuid. On a hit no pass runs, so what the
-passes reported is stored in a file of the same key.
+passes reported is stored in a file of the same key, which travels with the entries in torch's portable caches.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch import fx
 
+from .._torch import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 from ..graph.nodes import graphs
 from ..graph.printing import format_graph
 from ..passes.base import Pass
@@ -108,14 +109,32 @@ def _path(key: str) -> Path:
     return Path(inductor_cache_dir()) / "apexfx" / f"{key}.json"
 
 
+@CacheArtifactFactory.register
+class PortableReport(CacheArtifact):
+    """The file of a report in what `torch.compiler.save_cache_artifacts()` returns."""
+
+    @staticmethod
+    def type() -> str:
+        return "apexfx_report"
+
+    def populate_cache(self) -> None:
+        _write(self.key, self.content)
+
+
 def save_stage(key: str, stage: StageReport) -> None:
     """Keep a backward stage's report beside the cache entry it belongs to. A full disk loses only the report."""
+    content = json.dumps(stage_to_json(stage)).encode()
+    CacheArtifactManager.record_artifact(PortableReport.type(), key, content)
+    _write(key, content)
+
+
+def _write(key: str, content: bytes) -> None:
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            json.dump(stage_to_json(stage), file)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         os.replace(name, path)
     except OSError as error:
         log.info("the report of the backward passes could not be kept at %s: %s", path, error)
@@ -124,6 +143,9 @@ def save_stage(key: str, stage: StageReport) -> None:
 def load_stage(key: str) -> StageReport | None:
     """Return the report kept under `key`, or None."""
     try:
-        return stage_from_json(json.loads(_path(key).read_text()))
+        content = _path(key).read_bytes()
+        stage = stage_from_json(json.loads(content))
+        CacheArtifactManager.record_artifact(PortableReport.type(), key, content)
+        return stage
     except (OSError, ValueError, KeyError, TypeError):
         return None

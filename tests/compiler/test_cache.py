@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.fx.passes.infra.pass_base import PassResult
 
 import apexfx
 from apexfx.compiler import cache
 from apexfx.report.records import StageReport
+from tests import fresh_process
 
 
 class Mine(apexfx.Pass):
@@ -84,6 +87,27 @@ def test_a_report_survives_the_round_trip(tmp_path, monkeypatch):
     path = next(tmp_path.rglob("*.json"))
     path.write_text(json.dumps({"stage": 1})[:-3])
     assert cache.load_stage("some-key") is None
+
+
+def first_step(folder, caches):
+    """Return what a step's first call found in torch's caches, and those caches."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    if caches:
+        torch.compiler.load_cache_artifacts(caches)
+    model = nn.Linear(8, 4)
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), 0.1))
+    step(torch.ones(2, 8), torch.ones(2, 4))
+    [graph] = step.report.graphs
+    return graph.stages[1].from_cache, graph.stages[1].captured, torch.compiler.save_cache_artifacts()[0]
+
+
+@pytest.mark.long
+def test_torchs_portable_caches_hold_the_report_too(tmp_path):
+    from_cache, captured, caches = fresh_process.call(first_step, str(tmp_path / "first"), b"")
+    assert not from_cache and captured
+    for folder in ("second", "third"):  # what was found is handed on as what was made
+        from_cache, found, caches = fresh_process.call(first_step, str(tmp_path / folder), caches)
+        assert from_cache and found == captured
 
 
 class Flat(nn.Module):
