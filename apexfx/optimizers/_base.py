@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..config import HALVES
 from ..ops.multi_tensor import by_device, multi_tensor_l2norm
-from ._checkpoints import unwrap_state, wrapped_state
+from ._checkpoints import check_numbers, lacking, unwrap_state, wrapped_state
 from .end_of_step import Update, call_op, clip_coefficient, counts_updates, inverse_of
 
 _DTYPES = (torch.float32, *HALVES, torch.float64)
@@ -55,7 +55,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None,
         **defaults: Any,
     ):
-        _check_defaults(type(self).__name__, defaults)
+        check_numbers(type(self).__name__, {**defaults, "max_grad_norm": max_grad_norm})
         self.set_grad_none = set_grad_none
         self.capturable = capturable
         self.master_weights = master_weights
@@ -64,6 +64,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; under `capturable` its learning rate becomes a tensor on the parameters' device."""
+        check_numbers(type(self).__name__, param_group)
         super().add_param_group(param_group)
         self._normalize(self.param_groups[-1])
 
@@ -169,6 +170,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             state, first_run = self.state[param], False
             if self.master_weights or any(name not in state for name in names):
                 first_run = any(name not in state for name in self._names(group))
+                if fault := lacking(type(self).__name__, state, names):
+                    raise ValueError(f"{type(self).__name__}: the state of a parameter of shape {list(param.shape)} {fault}. "
+                                     "Load what the same class has saved, or begin with a new optimizer")
                 if param.dtype not in _DTYPES:
                     raise RuntimeError(f"{type(self).__name__} got a parameter of {param.dtype}; expected float32, float16, "
                                        "bfloat16 or float64")
@@ -296,19 +300,3 @@ def global_norm(grads: list[Tensor], inv_scale: Tensor | None = None) -> tuple[T
     together = torch.stack([norm.to(first, non_blocking=True) for norm in norms])
     return torch.linalg.vector_norm(together), torch.stack([f.to(first, non_blocking=True) for f in flags]).amax()
 
-
-def _check_defaults(name: str, defaults: dict[str, Any]) -> None:
-    lr = defaults["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"{name}: lr must hold one number, got a tensor of shape {tuple(lr.shape)}")
-    elif not lr >= 0.0:
-        raise ValueError(f"{name}: lr is {lr}; expected a number, zero or more")
-    for key in ("eps", "weight_decay", "momentum"):
-        if not defaults.get(key, 0.0) >= 0.0:
-            raise ValueError(f"{name}: {key} is {defaults[key]}; expected a number, zero or more")
-    for i, beta in enumerate(defaults.get("betas", ())):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"{name}: betas[{i}] is {beta}; expected 0 <= beta < 1")
-    if defaults.get("amsgrad"):
-        raise RuntimeError(f"{name} does not support amsgrad")

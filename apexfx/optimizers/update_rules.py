@@ -16,7 +16,7 @@ from .fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 
-_FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
+FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
 _DTYPES = (torch.float32, torch.float64)
 Labels = Mapping[int, int]  # of parameters, by id
 # Of a class of torch's: returns the update of a group's parameters of a dtype, which has none as yet.
@@ -44,8 +44,8 @@ def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | Non
         return "hooks are registered around its step"
     if has_own_step(optimizer):
         return "its step() was replaced"
-    fused = type(optimizer) in _FUSED
-    if not fused and type(optimizer) not in _RULES:
+    fused = type(optimizer) in FUSED
+    if not fused and type(optimizer) not in RULES:
         return f"there is no op for {type(optimizer).__module__}.{type(optimizer).__name__}"
     if fused and changed:
         return f"a schedule changes its {min(changed)}, which its op takes as a constant"
@@ -77,7 +77,7 @@ def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: 
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
         changed: the options that a schedule changes, by the place of their group: inputs of the graph.
     """
-    if type(optimizer) in _FUSED:
+    if type(optimizer) in FUSED:
         return optimizer.updates_of(trained)
     return [update for place, group in enumerate(optimizer.param_groups)
             for update in _updates(optimizer, group, trained, labels, changed.get(place, ()))]
@@ -93,7 +93,7 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
     alike: dict[tuple[Any, ...], Update] = {}
     first = optimizer.defaults.get("initial_accumulator_value", 0.0)  # of Adagrad
     for p in (p for p in group["params"] if id(p) in trained):
-        update = _RULES[type(optimizer)](group, p.dtype, changed)
+        update = RULES[type(optimizer)](group, p.dtype, changed)
         counted = (labels.get(id(p), 0), _num_updates(update, optimizer.state.get(p, {}))) if update.counts else (0, 0.0)
         update = alike.setdefault((p.dtype, *counted), update)
         update.params.append(p)
@@ -178,7 +178,7 @@ def _composed(op: str, states: tuple[str, ...], names: tuple[str, ...]) -> _Make
 
 _ONLY_WITH = {"grad_avg": "centered", "momentum_buffer": "momentum"}  # a state, and the option that asks for it
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_RULES: dict[type, _Maker] = {
+RULES: dict[type, _Maker] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,

@@ -37,6 +37,7 @@ def load(parts: StepParts, state: dict[str, Any]) -> None:
     try:
         for name, holder in holders.items():
             holder.load_state_dict(state[name])
+        parts.optimizers.check_held(names_of_parameters(parts))
     except BaseException:
         for name, holder in holders.items():
             holder.load_state_dict(before[name])
@@ -55,6 +56,8 @@ def _check(parts: StepParts, state: Any) -> None:
     if not isinstance(state, dict) or set(state) - _SOMETIMES != _ALWAYS:
         kind = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: {sorted(_ALWAYS)}")
+    if not isinstance(ranks := state["num_ranks"], int) or ranks < 1:
+        raise ValueError(f"apexfx: the state was given with num_ranks={ranks!r}, expected a whole number, 1 or more")
     parts.scale.check(state["scaler"])
     if parts.safeguard is not None:
         parts.safeguard.check(_of_safeguard(state))
@@ -66,6 +69,13 @@ def _check(parts: StepParts, state: Any) -> None:
         log.warning("apexfx: the state has averages, which are dropped; make the step with ema= to go on with them")
 
 
+def names_of_parameters(parts: StepParts) -> dict[int, str]:
+    """Return the names of what may be trained, by id."""
+    of_objective, _ = parts.objective_modules.named_tensors()
+    return {id(p): name for name, p in (*parts.model.named_parameters(), *of_objective.items())}
+
+
 def _of_safeguard(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a safeguard, skips included: a loss scale counts them where there is one."""
-    return {**state["scaler"], **state.get("safeguard", {})}
+    own = state.get("safeguard", {})
+    return {**state["scaler"], **own} if isinstance(own, dict) else own

@@ -13,7 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config import is_number
 from ..ops.apply_gradients import EmaRow
+from ..optimizers._checkpoints import short
 from ..optimizers.ema_update import follow
+from .saved_numbers import Saved, check_saved
 
 COUNTS = "num_averaged"
 
@@ -96,17 +98,24 @@ class EmaState:
         return {"averages": {name: average for name, (average, _) in held.items()},
                 "counts": {name: count for name, (_, count) in held.items()}}
 
-    def check(self, state: Mapping[str, Mapping[str, Tensor]], model: nn.Module) -> None:
+    def check(self, state: Any, model: nn.Module) -> None:
         """Refuse the averages of another model.
 
         Raises:
-            ValueError: names and shapes.
+            ValueError: the entry, and what was expected.
         """
-        shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-        for name, average in state["averages"].items():
-            if list(average.shape) != shapes.get(name):
-                raise ValueError(f"apexfx: the state holds an average of {name!r} of shape {list(average.shape)}, and in this "
-                                 f"model that is {shapes.get(name, 'no parameter')}; load it into a step of the same model")
+        params = dict(model.named_parameters())
+        if not isinstance(state, dict) or not all(isinstance(state.get(part), dict) for part in ("averages", "counts")):
+            raise ValueError(f"apexfx: the averages of ema= were given as {short(state)}, expected 'averages' and 'counts', each "
+                             "a dict; load what state_dict() has returned")
+        averages, counts = state["averages"], state["counts"]
+        if others := sorted({*averages, *counts} - {*params}, key=str):
+            raise ValueError(f"apexfx: the state holds an average of {others[0]!r}, which is no parameter of this model; load it "
+                             "into a step of the same model")
+        check_saved("the averages of ema=", averages, {name: Saved(params[name], None) for name in counts}, missing=False)
+        zero = torch.zeros((), dtype=torch.int64)
+        check_saved("how many updates an average of ema= has followed", counts, {name: Saved(zero) for name in averages},
+                    missing=False)
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], model: nn.Module) -> None:
         """Load what `state_dict` returned and `check` let through; what has no average there begins anew."""

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import is_number
 from ..host_copy import HostCopy
+from .saved_numbers import Saved, check_saved
 
 log = logging.getLogger(__name__)
 SCALE, GROWTH, SKIPS = "loss_scale", "growth_tracker", "skips"
 MAX_SCALE = 2.0**24
 _FIRST_SCALE = 2.0**16  # both as Apex has them
+_BOUNDS = {SCALE: (2.0**-126, 2.0**126)}  # float32 holds the reciprocal, too
 _WARN_AFTER_SKIPS = 8
 
 
@@ -71,10 +74,9 @@ class LossScale:
         Raises:
             ValueError: what is given, and expected.
         """
-        if not isinstance(state, dict) or any(getattr(_of_grad_scaler(state).get(name, tensor), "shape", "?") != tensor.shape
-                                              for name, tensor in self.tensors.items()):
-            raise ValueError(f"apexfx: {state!r} was given as the state of a loss scale, expected the 'scaler' of a step's "
-                             "state_dict(), or a GradScaler's state_dict()")
+        what = "the state of a loss scale ('scaler' of a step's state_dict(), or a GradScaler's state_dict())"
+        check_saved(what, _of_grad_scaler(state), {
+            name: Saved(tensor, *_BOUNDS.get(name, ())) for name, tensor in self.tensors.items()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned and `check` let through, or a GradScaler's; a static scale stays as it was given."""
@@ -90,8 +92,9 @@ class LossScale:
         self.forget()
 
 
-def _of_grad_scaler(state: dict[str, Any]) -> dict[str, Any]:
+def _of_grad_scaler(state: Any) -> Any:
     """Return the state of torch's GradScaler as a step's; others as they are."""
-    if "_growth_tracker" not in state:
+    if not isinstance(state, dict) or "_growth_tracker" not in state:
         return state
-    return {SCALE: torch.tensor(state["scale"]), GROWTH: torch.tensor(state["_growth_tracker"])}
+    return {name: torch.tensor(number, dtype=dtype) if is_number(number) else number
+            for name, number, dtype in ((SCALE, state.get("scale"), torch.float32), (GROWTH, state["_growth_tracker"], None))}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..optimizers._base import FusedOptimizer
+from ..optimizers.held_state import check_held, check_options
 from ..optimizers.update_rules import unsupported_reason
 
 
@@ -95,14 +96,21 @@ class OptimizerList:
             kind = f"those of {len(state)} optimizers" if isinstance(state, list) else "that of one optimizer"
             raise ValueError(f"apexfx: the state holds {kind}, and this step has {self.name}; make the step with the same ones")
         for each, own in zip(self._each, [state] if self._is_one else state):
-            own_names = [[name for name in each.defaults if name in group] for group in each.param_groups]
             try:
                 each.load_state_dict(own)
-                lacks = next((name for names, group in zip(own_names, each.param_groups)
-                              for name in names if name not in group), None)
-            except KeyError as error:
-                lacks = error.args[0]
-            if lacks is not None:
-                raise ValueError(f"apexfx: the state of an optimizer was given that has no {lacks!r}, which "
-                                 f"{type(each).__name__} keeps: it was saved by another class. Load it into that one, or load "
-                                 "the model alone and begin with a new optimizer")
+            except (KeyError, IndexError, TypeError, AttributeError) as error:
+                kind = f"has no {error.args[0]!r}, which {type(each).__name__} keeps" if isinstance(error, KeyError) \
+                    else f"is not what state_dict() of {type(each).__name__} returns ({type(error).__name__}: {error})"
+                raise ValueError(f"apexfx: the state of an optimizer was given that {kind}: it is damaged, or was saved by "
+                                 "another class. Load it into that one, or load the model alone and begin with a new optimizer"
+                                 ) from error
+            check_options(each)
+
+    def check_held(self, names: Mapping[int, str]) -> None:
+        """Refuse options and state that lack something.
+
+        Args:
+            names: of the parameters, by id.
+        """
+        for each in self._each:
+            check_held(each, names)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from ..host_copy import HostCopy
 from ..ops.apply_gradients import SafeguardRow
 from ..optimizers.safeguard_decision import LOGGED, NO_PLACE, NOT_FINITE, new_state
 from .loss_scale import SKIPS
+from .saved_numbers import Saved, check_saved
 
 log = logging.getLogger(__name__)
 
 STATE, LOG = "safeguard", "skipped_steps"
+_COUNTS = (0, 1, 3, 6, 7)  # columns of the log: the others are norms, which may be anything
 NOT_SEARCHED = "op not searched: read events right after the call, or give record_dir="
 
 
@@ -180,16 +183,14 @@ class SafeguardState:
         """Count calls whose gradients no update applies: the loss of none depended on what is trained."""
         self.tensors[STATE][3] += num_calls
 
-    def check(self, state: Mapping[str, Tensor]) -> None:
+    def check(self, state: Any) -> None:
         """Refuse what no safeguard has saved.
 
         Raises:
-            ValueError: names and shapes.
+            ValueError: the entry, and what was expected.
         """
-        for name, own in self.tensors.items():
-            saved = list(state[name].shape) if name in state else list(own.shape)
-            if saved != list(own.shape):
-                raise ValueError(f"apexfx: the state of the safeguard has {name!r} of shape {saved}, expected {list(own.shape)}")
+        check_saved("the state of the safeguard", state, {
+            name: Saved(tensor, columns=_COUNTS if name == LOG else None) for name, tensor in self.tensors.items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what `state_dict` returned and `check` let through, after the state of the loss scale.

@@ -15,6 +15,7 @@ from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
 from .accumulation import ACCUMULATED, clear_accumulated
+from .checkpoint import names_of_parameters
 from .ema import COUNTS
 from .kept_buffers import KeptBuffers
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS
@@ -69,9 +70,9 @@ def read(parts: StepParts, before: StepLists, means: Tensor | None) -> StepLists
     schedulable = schedulable_options(optimizers)
     scheduled = before.scheduled | {option for option, now in schedulable.items() if before.schedulable.get(option, now) != now}
     scheduled = (scheduled | cycled(optimizers)) & schedulable.keys()
+    names = names_of_parameters(parts)
+    optimizers.check_held(names)
     outside = check_optimizer(optimizers, trained, options, parts.scale.mode, parts.report, scheduled=scheduled)
-    of_objective, _ = parts.objective_modules.named_tensors()
-    names = {id(p): name for name, p in (*parts.model.named_parameters(), *of_objective.items())}
     state = None
     if not outside:
         # Before numbers that parameters share are taken apart.
@@ -90,7 +91,7 @@ def read(parts: StepParts, before: StepLists, means: Tensor | None) -> StepLists
         of_step[COUNTS] = ema.counts
     scalars = {**of_step, **(state.scalars if state is not None else {})}
     left_out = [place for place, p in enumerate(params) if id(p) not in of_model]
-    parts.index.add_parameters(of_objective)
+    parts.index.add_parameters(parts.objective_modules.named_tensors()[0])
     parts.index.add_states({
         **(dict(state.named(names)) if state is not None else {}), **of_step,
         **{f"{names[id(p)]}{ACCUMULATED}": buffer for p, buffer in zip(params, buffers)},
@@ -192,7 +193,8 @@ class TrainingState:
         if self._parts.safeguard is not None and self.lists.params:  # events have the places of parameters in the lists of then
             self._parts.safeguard.read(self.name_of)
         if self._before is None:
-            self._before = [{p: dict(held) for p, held in each.state.items()} for each in self._parts.optimizers]
+            self._before = [{p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()}
+                            for each in self._parts.optimizers]
         lists = read(self._parts, self.lists, self.mean.sums)
         if (num_calls := self.num_accumulated_calls()) and set(map(id, lists.params)) != set(map(id, self.lists.params)):
             raise RuntimeError("apexfx: other parameters are to be trained after "

@@ -269,7 +269,7 @@ def test_averages_of_another_model_are_refused_before_anything_is_loaded():
     state = copy.deepcopy(before)
     state["model"]["body.0.bias"].zero_()
     state["ema"]["averages"]["body.0.weight"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"average of 'body.0.weight' of shape \[3\], and in this model that is \[8, 6\]"):
+    with pytest.raises(ValueError, match=r"'body.0.weight' has the shape \[3\], expected a tensor of shape \[8, 6\]"):
         step.load_state_dict(state)
     assert_equal(step.state_dict(), before)
 

@@ -308,7 +308,7 @@ def test_a_state_of_another_shape_is_refused_before_anything_is_loaded(change):
     state, before = copy.deepcopy(other.state_dict()), everything(step)
     for name, own in state["safeguard"].items():
         wrong = {**state, "safeguard": {**state["safeguard"], name: change(own)}}
-        with pytest.raises(ValueError, match=rf"the safeguard has '{name}' of shape .*, expected \{list(own.shape)}"):
+        with pytest.raises(ValueError, match=rf"'{name}' has the shape .*, expected a tensor of shape \{list(own.shape)}"):
             step.load_state_dict(wrong)
         assert_equal(everything(step), before)
     step.load_state_dict(state)
