@@ -15,6 +15,8 @@ from .errors import RankFailureError as RankFailureError
 from .errors import RankMismatchError as RankMismatchError
 from .errors import ReplicaMismatchError as ReplicaMismatchError
 from .errors import UnsynchronizedGradientError as UnsynchronizedGradientError
+from .loops import LoopCheck as LoopCheck
+from .loops import check_loop as check_loop
 from .passes.base import Match as Match
 from .passes.base import Pass as Pass
 from .report import Report as Report

@@ -20,6 +20,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import linecache
 import os
 import re
 import runpy
@@ -52,6 +53,7 @@ def made(page: str) -> str:
         RuntimeError: a command failed. What a Python block raises goes through.
     """
     text = (ROOT / page).read_text()
+    linecache.cache[page] = (len(text), None, text.splitlines(keepends=True), page)  # for errors that quote a line
     name = re.sub(r"\W", "_", f"page_{page}")  # Dynamo imports the module of a function that it traces, and keeps it by its name
     module = sys.modules[name] = types.ModuleType(name)
     namespace = module.__dict__

@@ -230,6 +230,11 @@ class TrainStep:
         return self.report
 
     @property
+    def options(self) -> StepOptions:
+        """The options that it was made with."""
+        return self._parts.options
+
+    @property
     def config(self) -> TransformConfig:
         """The options that `transform` has, too."""
         return self._parts.options.config

@@ -1,0 +1,492 @@
+"""check_loop(): whether a training step is the loop that it replaces, and where the two part first."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ._torch import tensor_version, tree_leaves, tree_map
+from .compiler.forward_errors import frames_of_user, place
+from .graph.printing import count_text, first_names
+from .train_step import TrainStep
+
+_TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
+_SMALL = 1e-2  # of the size of all: what is smaller, as a gradient that is rounding alone, is measured against that
+_SHOWN = 20  # rows
+_UNSCALE = "non_finite_check_and_unscale"
+_HOW_ALONE = ("foreach", "fused", "capturable", "differentiable", "initial_lr", "params")  # options that change no update
+
+
+@dataclass(frozen=True)
+class LoopRow:
+    """A parameter, or a buffer of the model, after an update by the loop and one by the step.
+
+    Attributes:
+        name: in the model.
+        gradient: by how much the gradients differ that the optimizer is given, over their size; of a buffer 0.
+        update: the same of the updates, in float64.
+        as_they_are: the same after all updates in the dtypes of the model and the step; None where they part in float64.
+    """
+
+    name: str
+    gradient: float
+    update: float
+    as_they_are: float | None = None
+
+    @property
+    def is_right(self) -> bool:
+        return self.update < _TOLERANCE and self.gradient < _TOLERANCE
+
+
+@dataclass(frozen=True)
+class LoopCheck:
+    """What `check_loop` returns: print it.
+
+    Attributes:
+        rows: one a parameter and buffer, in the order of the model.
+        part: where the two part first: "forward", "gradient", "clipping" or "update"; "" where they are one.
+        update: in which update, from 1.
+        reason: the line of the loop, and what is known about it.
+    """
+
+    rows: tuple[LoopRow, ...]
+    part: str
+    update: int
+    reason: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether loop and step are one."""
+        return not self.part
+
+    def __str__(self) -> str:
+        rows = sorted(self.rows, key=lambda row: (row.is_right, -row.update))[:_SHOWN]
+        own = () if self.part else ("as they are",)
+        table = tabulate([(row.name, f"{row.gradient:.1e}", f"{row.update:.1e}",
+                           *([f"{100 * row.as_they_are:.2f} %"] if own else []),
+                           "the same" if row.is_right else "another update") for row in rows],
+                         headers=("parameter", "gradient", "update", *own, "verdict"), disable_numparse=True)
+        more = len(self.rows) - len(rows)
+        rest = f"\n... and {more} more, which differ less" if more else ""
+        said = (f"The step is the loop: {count_text(self.update, 'update')} in float64." if self.is_right else
+                f"Update {self.update}: loop and step part in the {self.part}.\n{self.reason}")
+        return f"{table}{rest}\n{said}"
+
+
+def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[Any], *, schedule: Any = None,
+               optimizer: Any = None) -> LoopCheck:
+    """Compare a step with the loop that it replaces: run both on copies, and say where they part first.
+
+        def update(model, optimizer, batch):
+            inputs, targets = batch
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        print(apexfx.check_loop(step, update, itertools.islice(loader, 3)))
+
+    Both run op by op in one process, in float64 first, which tells a difference from rounding, then in their own dtypes. Nothing
+    of the step, the model, the optimizer, the batches or torch's random state changes, no collective runs, and both draw the
+    same random numbers. A safeguard and averages of the parameters are left out.
+
+    Args:
+        step: of `train_step`.
+        update: the body of the loop, from `zero_grad()` to `optimizer.step()`, of the model and the optimizer that it is given
+            (a list where the step has several); with `accumulate=n` the batch is a list of n. With `schedule` it is given that,
+            too, and steps it.
+        batches: of several calls; `step(*batch)` is called for a tuple or a list, `step(**batch)` for a dictionary where the step
+            has an objective, and `step(batch)` for anything else.
+        schedule: a learning rate scheduler, or a list of them, that is stepped after each update of the step.
+        optimizer: the loop's, where it is another than the step's, over the same parameters.
+
+    Raises:
+        ValueError: nothing can be compared: no batch, no update, parameters that the model does not hold, an `update` that uses
+            what it is not given.
+        RuntimeError, ...: what the loop or the step raises in float64; a note says so.
+    """
+    accumulate = step.options.accumulate
+    batches = list(batches)
+    if not batches or len(batches) % accumulate:
+        raise ValueError(f"apexfx: batches has {len(batches)}, expected a multiple of accumulate={accumulate}, and at least one")
+    updates = [batches[i:i + accumulate] for i in range(0, len(batches), accumulate)]
+    originals = (step.model, step.objective, step.optimizer, step.optimizer if optimizer is None else optimizer, schedule)
+    with torch.random.fork_rng(), torch.enable_grad(), warnings.catch_warnings(), _untouched(step, originals[3]):
+        warnings.filterwarnings("ignore", module=r"torch\.optim\.lr_scheduler")  # optimizers of copies have another step()
+        with _explained():
+            sides = _Sides(step, update, originals, exact=True)
+            for number, calls in enumerate(updates, 1):
+                part, reason, rows = sides.compare(number, calls)
+                if part:
+                    return LoopCheck(rows, part, number, reason)
+        if not sides.moved:
+            raise ValueError("apexfx: the loop moved no parameter, so nothing is compared: its learning rate is 0, or its "
+                             "optimizer updates something else")
+        own = _Sides(step, update, originals, exact=False).run(updates)
+    return LoopCheck(tuple(dataclasses.replace(row, as_they_are=own[row.name]) for row in rows), "", len(updates), "")
+
+
+class _Sides:
+    """The loop and the step on copies of their own.
+
+    Args:
+        originals: model, objective, the step's optimizer, the loop's, the schedules.
+        exact: in float64, and with the gradients of the step to look at.
+    """
+
+    def __init__(self, step: TrainStep, update: Callable[..., Any], originals: tuple[Any, ...], *, exact: bool) -> None:
+        self._update, self._exact, self.moved = update, exact, False
+        self._model, _, _, self._optimizer, self._schedule = _copies(originals, exact)
+        model, objective, optimizer, _, self._step_schedule = _copies(originals, exact)
+        options = step.options
+        config = dataclasses.replace(options.config, inner="eager", inner_options={}, ddp=False, sync_bn=False,
+                                     process_group=None)
+        if exact:
+            config = dataclasses.replace(config, opt_level="O0", dtype=None, keep_batchnorm_fp32=None, precision={})
+        options = dataclasses.replace(options, config=config, keep_grads=exact, memory_budget=None, safeguard=None, ema=None)
+        self._step = TrainStep(model, objective, optimizer, options)
+        self._by_name = not hasattr(objective, "loss_fn")
+        self._loop = _Loop(self._model, _list(self._optimizer))
+
+    def run_loop(self, number: int, calls: list[Any]) -> None:
+        batch = _copied(calls, self._exact)
+        torch.manual_seed(number)
+        self._loop.start()
+        with self._loop:
+            self._update(self._model, self._optimizer, batch if self._step.options.accumulate > 1 else batch[0],
+                         *([] if self._schedule is None else [self._schedule]))
+        self._loop.finish()
+        if not self._loop.steps:
+            raise ValueError("apexfx: update() called no step() of the optimizer that it is given: it is the body of the "
+                             "loop, of its arguments model and optimizer, up to optimizer.step()")
+
+    def run_step(self, number: int, calls: list[Any]) -> list[Tensor]:
+        torch.manual_seed(number)
+        losses = []
+        for batch in _copied(calls, self._exact):
+            named = isinstance(batch, Mapping) and self._by_name
+            returned = self._step(**batch) if named else self._step(*batch) if isinstance(batch, (tuple, list)) else \
+                self._step(batch)
+            losses.append(returned[0] if isinstance(returned, tuple) else returned)
+        for schedule in _list(self._step_schedule):
+            schedule.step()
+        return losses
+
+    def run(self, updates: list[list[Any]]) -> dict[str, float]:
+        """Run all updates, and return by how much the parameters differ then."""
+        before = _values(self._model)
+        for number, calls in enumerate(updates, 1):
+            self.run_loop(number, calls)
+            self.run_step(number, calls)
+        return _errors(_changes(self._step.model, before), _changes(self._model, before))
+
+    def compare(self, number: int, calls: list[Any]) -> tuple[str, str, tuple[LoopRow, ...]]:
+        """Run an update of both; return where they part, what is known about it, and the rows."""
+        loop, before, options = self._loop, _values(self._model), _options(self._step.model, self._step.optimizer)
+        self.run_loop(number, calls)
+        losses = [float(loss) for loss in self.run_step(number, calls)]
+        ours, theirs = _changes(self._step.model, before), _changes(self._model, before)
+        errors = _errors(ours, theirs)
+        self.moved |= any(bool(theirs[name].any()) for name in loop.params)
+        grads = {name: _or_zeros(p.grad, p).clone() for name, p in self._step.model.named_parameters() if name in loop.params}
+        differ = _errors(grads, loop.stepped)
+        rows = tuple(LoopRow(name, differ.get(name, 0.0), error) for name, error in errors.items())
+        if all(row.is_right for row in rows):
+            return "", "", rows
+        part, reason = self._where(losses, grads, all(e < _TOLERANCE for e in differ.values()), options,
+                                   [row.name for row in rows if not row.is_right])
+        return part, reason, rows
+
+    def _where(self, losses: list[float], grads: dict[str, Tensor], same_gradients: bool, options: dict[str, dict[str, Any]],
+               wrong: list[str]) -> tuple[str, str]:
+        loop, calls = self._loop, len(losses)
+        if max(loop.steps.values()) > 1:
+            return "update", f"{loop.at_step}\nis called {max(loop.steps.values())} times, where the step updates once."
+        if same_gradients and any(name in options for name in wrong):
+            return "update", f"{loop.at_step}\n{self._of_update(options, wrong)}"
+        line = loop.at_backward or loop.at_step
+        if same_gradients:
+            return "forward", f"{line}\n{self._of_forward(losses)}"
+        norm = _norm(grads)
+        whole = _unclipped(self._step, grads, norm)
+        factor, ratio = _factor(loop.losses, losses), _ratio(loop.gradients, whole)
+        if not _may_be_scaled(factor, calls):
+            return "forward", f"{line}\n{self._of_forward(losses)}"
+        if ratio is None or not _close(ratio, factor * calls) or not _close(ratio, 1) and not loop.wrote:
+            return "gradient", f"{line}\n{self._of_gradient(ratio)}"
+        clips = [place for place, (unscales, _) in enumerate(loop.wrote) if not unscales]
+        late = clips and any(unscales for unscales, _ in loop.wrote[clips[0]:])
+        scaled = f" It was {ratio:g} times as long when the loop clipped it: unscale first, by scaler.unscale_(optimizer)."
+        line = loop.wrote[clips[0] if late else clips[-1]][1] if clips else loop.at_step
+        return "clipping", (f"{line}\nThe loop's gradient has a norm of {_norm(loop.gradients):.4g} "
+                            f"after the backward and of {_norm(loop.stepped):.4g} at optimizer.step(), the step's "
+                            f"{_norm(whole):.4g} and {norm:.4g}.{scaled if late else ''}")
+
+    def _of_forward(self, losses: list[float]) -> str:
+        theirs, ours = (", ".join(f"{loss:.6g}" for loss in each) for each in (self._loop.losses, losses))
+        said = f"The losses are {theirs or 'not known'} in the loop and {ours} in the step" + (
+            f", which averages over {len(losses)} calls." if len(losses) > 1 else ".")
+        if theirs == ours:
+            said = f"The losses are the same ({ours}), and what the forward writes is not: it runs more often in one of them."
+        modes = {name: module.training for name, module in self._step.model.named_modules()}
+        other = [name or "the model" for name, training in self._loop.modes.items() if training != modes.get(name)]
+        mode = "training" if other and self._loop.modes["" if other[0] == "the model" else other[0]] else "evaluation"
+        return said + (f" The loop runs {first_names(other)} in {mode} mode, and the step does not." if other else "")
+
+    def _of_gradient(self, ratio: float | None) -> str:
+        if self._loop.held:
+            return ("The gradients of the update before were still in .grad there: the loop calls no zero_grad() before its "
+                    "backward.")
+        calls = self._step.options.accumulate
+        if ratio is not None:
+            said = f"The loop's gradient is {ratio:.6g} times that of the step"
+            return f"{said}, which averages over {calls} calls." if calls > 1 else f"{said}."
+        if self._step.mean_loss is not None and calls > 1:
+            return ("The loss of each call is the same, and so is not what is made of them: the step divides by the counts of "
+                    f"all {calls} calls (apexfx.Mean), the loop averages the means of the calls.")
+        return ("The losses are the same and their gradients are not: of another loss, of detached tensors, of other calls, or "
+                "written after the backward.")
+
+    def _of_update(self, options: dict[str, dict[str, Any]], wrong: list[str]) -> str:
+        for name in wrong:
+            theirs, ours = self._loop.options.get(name, {}), options.get(name, {})
+            differ = [f"{key} is {theirs.get(key)} in the loop and {ours.get(key)} in the step"
+                      for key in sorted({*theirs, *ours}) if _number(theirs.get(key)) != _number(ours.get(key))]
+            if not theirs or not ours:
+                return f"{name} is in no group of the {'step' if theirs else 'loop'}'s optimizer."
+            if differ:
+                return f"The gradients are the same, and {', '.join(differ)} ({name})."
+        if self._loop.writes:
+            return "The gradients are the same, and the loop writes parameters outside of optimizer.step(), too."
+        return ("The gradients and the options of the optimizer are the same: its state or its step() is another, or the loop "
+                "writes .data.")
+
+
+class _Loop(TorchFunctionMode):
+    """What an update of a loop does: looks on at `backward()`, at writes of gradients, and at `optimizer.step()`.
+
+    Attributes:
+        params: by name, those that its optimizers hold.
+        losses: what `backward()` was called on. gradients: after the last of these. stepped: at `optimizer.step()`.
+        held: whether there were gradients before the first backward. writes: whether parameters change outside of a step.
+        options: by parameter, of its group, at the step. modes: which modules train, at the first forward.
+        wrote: of each op that wrote gradients in between, whether it is a GradScaler's, and the line.
+        steps: how often each optimizer was stepped. at_backward, at_step: the last lines that did it.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self._model = model
+        held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        self.params = {name: p for name, p in model.named_parameters() if id(p) in held}
+        model.register_forward_pre_hook(self._note_modes)
+        for each in optimizers:
+            each.register_step_pre_hook(self._before_step)
+            each.register_step_post_hook(self._after_step)
+
+    def start(self) -> None:
+        self.losses: list[float] = []
+        self.wrote: list[tuple[bool, str]] = []
+        self.steps: dict[int, int] = {}
+        self.options: dict[str, dict[str, Any]] = {}
+        self.modes: dict[str, bool] = {}
+        self.gradients = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        self.stepped = dict(self.gradients)
+        self.held, self.writes, self.at_backward, self.at_step = False, False, "", ""
+        self._written = self._versions()
+
+    def finish(self) -> None:
+        self.writes |= self._versions() != self._written
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.backward:
+            name = getattr(func, "__name__", "")
+            writes = name.endswith("_") and not name.startswith("__") or name in ("__set__", "__setitem__")
+            if writes and self.losses and not self.steps and self._is_gradient(args):
+                self.wrote.append((_UNSCALE in name, _line()))
+            return func(*args, **(kwargs or {}))
+        if not self.losses:
+            self.held = any(p.grad is not None and bool(p.grad.any()) for p in self.params.values())
+        self.losses.append(float(args[0].detach()))
+        self.at_backward = _line()
+        func(*args, **(kwargs or {}))
+        self.gradients = _gradients(self.params)
+
+    def _is_gradient(self, args: Any) -> bool:
+        grads = {id(p.grad) for p in self.params.values() if p.grad is not None}
+        return any(id(x) in grads or id(x) in map(id, self.params.values()) for x in tree_leaves(args) if isinstance(x, Tensor))
+
+    def _note_modes(self, model: nn.Module, *_: Any) -> None:
+        self.modes = self.modes or {name: module.training for name, module in model.named_modules()}
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.at_step = _line()
+        self.writes |= self._versions() != self._written
+        self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if getattr(optimizer, "grad_scale", None) is not None:
+            self.wrote.append((True, self.at_step))
+        scale = 1.0 if (scale := getattr(optimizer, "grad_scale", None)) is None else scale  # of a GradScaler, where it is fused
+        self.stepped.update({name: g / scale for name, g in _gradients(
+            {name: p for name, p in self.params.items() if id(p) in held}).items()})
+        self.options.update(_options(self._model, optimizer))
+
+    def _after_step(self, *_: Any) -> None:
+        self._written = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [tensor_version(p) for p in self.params.values()]
+
+
+def _line() -> str:
+    frames = frames_of_user("".join(traceback.format_stack()))
+    return place(*frames[-1]) if frames else "in the loop"
+
+
+def _list(given: Any) -> list[Any]:
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _copies(originals: tuple[Any, ...], exact: bool) -> tuple[Any, ...]:
+    """Return copies of model, objective, optimizers and schedules that belong together, in float64 where they are exact."""
+    memo: dict[int, Any] = {}
+    model, objective = copies = copy.deepcopy(originals[:2], memo)
+    held_by_model = {id(p) for p in originals[0].parameters()}
+    for each in (*_list(originals[2]), *_list(originals[3])):
+        if any(id(p) not in held_by_model for group in each.param_groups for p in group["params"]):
+            raise ValueError("apexfx: the optimizer has parameters that the model does not hold, as of a loss, and update() "
+                             "could only reach those of the step itself; make one module that holds both")
+    optimizers = copy.deepcopy(originals[2:], memo)
+    if exact:
+        for module in (model, getattr(objective, "loss_fn", objective)):
+            if isinstance(module, nn.Module):
+                module.double()
+        for each in (*_list(optimizers[0]), *_list(optimizers[1])):
+            each.load_state_dict(each.state_dict())  # which casts the state to the dtypes of the parameters
+    return *copies, *optimizers
+
+
+def _copied(calls: list[Any], exact: bool) -> list[Any]:
+    return [tree_map(lambda x: x.detach().to(torch.float64 if exact and x.is_floating_point() else x.dtype, copy=True)
+                     if isinstance(x, Tensor) else x, batch) for batch in calls]
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, IndexError, RuntimeError, TypeError) as error:
+        error.add_note("apexfx: check_loop() computes in float64, on copies. What update() or the objective reaches otherwise "
+                       "than by its arguments (the weights of a loss, a module of a closure) is as it was, and a cast to float32 "
+                       "before a layer fits no more")
+        raise
+
+
+@contextlib.contextmanager
+def _untouched(step: TrainStep, optimizer: Any) -> Iterator[None]:
+    """Raise where the step's own parameters, gradients or options are written in this context: `update` does it."""
+    params = dict(step.model.named_parameters())
+    groups = [group for each in (*_list(step.optimizer), *_list(optimizer)) for group in each.param_groups]
+    grads = [p.grad for p in params.values()]
+    state = [(tensor_version(p), p.grad is not None and tensor_version(p.grad)) for p in params.values()]
+    options = [{**group} for group in groups]
+    yield
+    wrote = [name for (name, p), grad, was in zip(params.items(), grads, state)
+             if p.grad is not grad or was != (tensor_version(p), p.grad is not None and tensor_version(p.grad))]
+    if wrote:
+        raise ValueError(f"apexfx: update() wrote {wrote[0]!r} of the step's own model, or its gradient; it has to use the "
+                         "model and the optimizer that it is given")
+    for group, was in zip(groups, options):
+        if changed := [key for key, value in was.items() if key != "params" and group[key] is not value and group[key] != value]:
+            group.update(was)
+            raise ValueError(f"apexfx: update() changed {changed[0]} of the step's own optimizer (it is set back); a schedule "
+                             "has to be that of the copies: check_loop(..., schedule=schedule) gives it to update() after the "
+                             "batch")
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_floating_point()}
+
+
+def _changes(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x - before[name] for name, x in _values(model).items()}
+
+
+def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad.detach()
+
+
+def _gradients(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _or_zeros(p.grad, p).clone() for name, p in params.items()}
+
+
+def _norm(tensors: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(x.norm()) ** 2 for x in tensors.values()))
+
+
+def _errors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """Return of each tensor the norm of the difference over that of theirs, or of a small part of all where that is more."""
+    size = _norm(theirs) / max(1, sum(x.numel() for x in theirs.values())) ** 0.5
+    return {name: float((ours[name] - x).norm()) / max(float(x.norm()), _SMALL * size * x.numel() ** 0.5, 1e-300)
+            for name, x in theirs.items()}
+
+
+def _unclipped(step: TrainStep, grads: dict[str, Tensor], norm: float) -> dict[str, Tensor]:
+    try:
+        whole = float(step.grad_norm)
+    except RuntimeError:  # nothing is clipped
+        return grads
+    return {name: g * (whole / norm) for name, g in grads.items()} if norm else grads
+
+
+def _factor(theirs: list[float], ours: list[float]) -> float | None:
+    """Return what the losses of the step are multiplied with in the loop, or None where it is not one number."""
+    if not theirs:  # torch.autograd.grad()
+        return 1.0 / len(ours)
+    if len(theirs) != len(ours):
+        theirs, ours = [sum(theirs)], [sum(ours)]
+    pairs = [(a, b) for a, b in zip(theirs, ours) if math.isfinite(b) and b]
+    factor = pairs[0][0] / pairs[0][1] if pairs else 1.0
+    return factor if all(_close(a, factor * b) for a, b in pairs) else None
+
+
+def _may_be_scaled(factor: float | None, calls: int) -> bool:
+    """Return whether losses by a factor apart may be of one step: divided by the calls or not, or scaled by 2**4 or more."""
+    if factor is None or factor <= 0:
+        return False
+    power = math.log2(factor * calls)
+    return _close(factor, 1) or _close(factor * calls, 1) or power > 3 and abs(power - round(power)) < _TOLERANCE
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_TOLERANCE)
+
+
+def _ratio(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> float | None:
+    """Return by how much their gradient is longer where both have one direction; else None."""
+    a, b = (torch.cat([grads[name].double().flatten() for name in theirs]) for grads in (theirs, ours))
+    ratio = float(a @ b) / max(float(b @ b), 1e-300)
+    return ratio if float((a - ratio * b).norm()) < _TOLERANCE * float(a.norm()) and ratio > 0 else None
+
+
+def _options(model: nn.Module, optimizers: Any) -> dict[str, dict[str, Any]]:
+    """Return, by parameter, the class of its optimizer and the options of its group."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)]: {"class": type(each).__name__, **{k: v for k, v in group.items() if k not in _HOW_ALONE}}
+            for each in _list(optimizers) for group in each.param_groups for p in group["params"] if id(p) in names}
+
+
+def _number(option: Any) -> Any:
+    return float(option) if isinstance(option, Tensor) and option.numel() == 1 else option
