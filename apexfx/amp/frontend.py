@@ -33,7 +33,7 @@ from .properties import O2 as O2
 from .properties import O3 as O3
 from .properties import Properties, opt_levels
 from .scale_loss import AmpHandle
-from .scaler import LossScaler
+from .scaler import LossScaler, check_count, check_state
 from .session import Session
 
 
@@ -82,6 +82,7 @@ def initialize(
             an optimizer given twice.
         TypeError: models or optimizers of the wrong kind.
     """
+    check_count("num_losses", num_losses)
     _amp_state.opt_properties = Properties()
     _amp_state.verbosity = verbosity
     if not enabled:
@@ -272,6 +273,8 @@ def load_state_dict(state_dict: Any) -> None:
     if len(state_dict) != len(scalers):
         print(f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used")
     states = [value for key, value in state_dict.items() if "loss_scaler" in key]
+    for state in states:
+        check_state(state)
     for scaler, state in zip(scalers, states):
         scaler.load_state_dict(state)
     if len(states) > len(scalers):

@@ -153,6 +153,8 @@ def init(
     executor = CastExecutor(half, rules)
     if verbose:
         executor.print_casts()
+    if (earlier := getattr(_amp_state, "handle", None)) is not None:
+        earlier._restore_functions()
     active = AmpHandle(executor, loss_scale=loss_scale, verbose=verbose)
     replace_registered(active, foreign)
     _take_halves(active)

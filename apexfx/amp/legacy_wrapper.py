@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._amp_state import master_params, maybe_print
 from .optimizers import is_set
-from .scaler import LossScaler
+from .scaler import LossScaler, check_count
 
 
 class OptimWrapper:
@@ -21,6 +21,7 @@ class OptimWrapper:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, amp_handle: Any, num_loss: int) -> None:
+        check_count("num_loss", num_loss)
         self._optimizer = optimizer
         self._amp_handle = amp_handle
         self._loss_idx = 0
@@ -65,6 +66,11 @@ class OptimWrapper:
         for parameter, grad in zip(parameters, earlier):
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+    def zero_grad(self, *args: Any, **keywords: Any) -> None:
+        """Drop or zero the gradients, and forget the losses of an iteration that no step ended."""
+        self._loss_idx, self._found_inf = 0, None
+        self._optimizer.zero_grad(*args, **keywords)
 
     def step(self, closure: Any = None) -> None:
         """Update the parameters unless a loss overflowed. Raises NotImplementedError for a closure."""

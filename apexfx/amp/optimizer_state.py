@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import foreach_add_, foreach_copy_, tensor_version
+from .._torch import foreach_add_, foreach_copy_
 from ..distributed.no_sync import local_gradients
 from ..precision.rules import HALVES
 from .models import MASTER
@@ -27,6 +27,7 @@ class AmpOptimizerState:
         found_inf: flag tensor of the overflows since the last step, or None: the step is skipped where it is not 0.
         in_scale_loss: a `scale_loss` is to unscale its gradients.
         params_have_scaled_gradients: a `scale_loss(..., delay_unscale=True)` left gradients scaled.
+        has_unscaled_gradients: one without has unscaled them, and no step was made since.
     """
 
     def __init__(self, session: Session, *, master_weights: bool) -> None:
@@ -35,6 +36,7 @@ class AmpOptimizerState:
         self.lazy_init_called = False
         self.already_patched = False
         self.params_have_scaled_gradients = False
+        self.has_unscaled_gradients = False
         self.in_scale_loss = False
         self.found_inf: Tensor | None = None
         self.fp16_groups: list[list[Tensor]] = []
@@ -46,8 +48,6 @@ class AmpOptimizerState:
         self.all_fp16_grad_stash: list[Tensor | None] = []
         self.all_fp32_grad_stash: list[Tensor | None] = []
         self._known: set[Tensor] = set()  # masters, and what is its own
-        self._versions: list[int] = []  # of the "fp16" parameters, when they were last equal to their masters here
-        self._reconciled = False
 
     # ---- parameters -------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,6 @@ class AmpOptimizerState:
         self.all_fp16_params += halves
         self.all_fp32_from_fp16_params += masters
         self.all_fp32_from_fp32_params += others
-        self._versions += [-1] * len(halves)
         self._known.update((*masters, *others))
         if halves:
             self.link()
@@ -93,27 +92,20 @@ class AmpOptimizerState:
         for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
             setattr(parameter, MASTER, master)
 
+    @torch.no_grad()
     def reconcile(self) -> None:
         """Bring edits of the model's half parameters (a broadcast, a clamp) into the masters, element by element.
 
-        The first time every parameter is looked at, since a broadcast through `.data` leaves no trace; later those
-        whose version moved.
+        Each is looked at, since one through `.data` leaves no trace.
         """
-        if not self.all_fp16_params:
-            return
-        with torch.no_grad():
-            for i, (parameter, master) in enumerate(zip(self.all_fp16_params, self.all_fp32_from_fp16_params)):
-                if not self._reconciled or self._versions[i] != tensor_version(parameter):
-                    master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
-                    self._versions[i] = tensor_version(parameter)
-        self._reconciled = True
+        for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
+            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
 
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:
         """Round every master into its model parameter."""
         if self.all_fp16_params:
             foreach_copy_(self.all_fp16_params, self.all_fp32_from_fp16_params)
-            self._versions = [tensor_version(parameter) for parameter in self.all_fp16_params]
             self.link()  # another optimizer of the same parameters may have stepped last
 
     def zero_model_grads(self, set_to_none: bool) -> None:
@@ -135,10 +127,11 @@ class AmpOptimizerState:
 
     def prepare(self) -> None:
         """Set accumulated gradients aside, so that only new ones are unscaled and checked."""
+        if not any(p.grad is not None for p in self._all_parameters()):
+            self.forget_gradients()
         for p in self._local_parameters():
             local_gradients[p] = p.grad is not None and bool(p.grad.any())
         if self.all_fp16_params:
-            self.reconcile()
             self.all_fp16_grad_stash = _take_grads(self.all_fp16_params)
         self.set_float32_aside()
 
@@ -151,6 +144,25 @@ class AmpOptimizerState:
         if not local_gradients:
             return []
         return [p for p in (*self.all_fp16_params, *self.all_fp32_from_fp32_params) if p in local_gradients]
+
+    def _all_parameters(self) -> list[Tensor]:
+        return [*self.all_fp16_params, *self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params]
+
+    def forget_gradients(self) -> None:
+        """Forget what is known of gradients that are gone: whether they overflowed, are scaled, or are not any more."""
+        self.found_inf, self.params_have_scaled_gradients, self.has_unscaled_gradients = None, False, False
+
+    def check_unscaled(self) -> None:
+        """Refuse to add scaled gradients to those that are not scaled any more, whose sum would be unscaled once more.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        if self.has_unscaled_gradients and not self.params_have_scaled_gradients and any(
+                p.grad is not None and bool(p.grad.any()) for p in self._all_parameters()):
+            raise RuntimeError("amp.scale_loss was given delay_unscale=True after a scale_loss that has unscaled its gradients, "
+                               "with neither step() nor zero_grad() in between: those would be unscaled once more. Give "
+                               "delay_unscale=True to all but the last")
 
     def put_back(self) -> None:
         """Undo `prepare` after an exception: what the failed backward left is dropped."""
@@ -219,7 +231,7 @@ class AmpOptimizerState:
     # ---- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "found_inf": None, "session": None, "in_scale_loss": False, "_reconciled": False}
+        return {**self.__dict__, "found_inf": None, "session": None, "in_scale_loss": False}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
         duplicate = object.__new__(type(self))

@@ -44,6 +44,7 @@ class AmpOptimizer:
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
         self._amp_stash.drop_master_grads()
         self._amp_stash.zero_model_grads(set_to_none)
+        self._amp_stash.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; with master weights, the given dict gets masters in place of half parameters."""
@@ -148,7 +149,7 @@ def _with_amp(step: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError("amp: step() was given a closure, and whether its gradients overflow shows too late to skip the "
                                "step or to move the masters; call the closure, then step(). With a static loss_scale and without "
                                "master weights a closure may be given")
-        found_inf, stash.found_inf = stash.found_inf, None
+        found_inf, stash.found_inf, stash.has_unscaled_gradients = stash.found_inf, None, False
         result = None
         if found_inf is None or _skips_on_flag(self) or not is_set(found_inf):
             stash.reconcile()

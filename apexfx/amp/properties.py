@@ -8,6 +8,7 @@ import torch
 
 from ..config import OPT_LEVELS
 from ._amp_state import warn_or_err
+from .scaler import check_scale
 
 _BEFORE_INITIALIZE: dict[str, Any] = {
     "enabled": False, "opt_level": None, "cast_model_type": None, "patch_torch_functions": False,
@@ -65,10 +66,7 @@ def _checked(name: str, value: Any, level: str | None) -> Any:
             f"keep_batchnorm_fp32={value}"
         )
     if name == "loss_scale" and value != "dynamic":
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"loss_scale={value!r} was given, expected 'dynamic' or a number") from None
+        return check_scale(name, value)
     return value
 
 

@@ -32,7 +32,8 @@ class scale_loss:  # Apex's name of a context manager
         delay_overflow_check: unscale, but neither move the scale nor skip.
 
     Raises:
-        RuntimeError: `initialize` was not called; two of `optimizers`, or a `scale_loss` around this one, share a parameter.
+        RuntimeError: `initialize` was not called; two of `optimizers`, or a `scale_loss` around this one, share a parameter;
+            `delay_unscale` after gradients that were unscaled.
         IndexError: no scaler has that `loss_id`.
     """
 
@@ -78,6 +79,9 @@ class scale_loss:  # Apex's name of a context manager
             optimizer._amp_stash.adopt_all(optimizer)
         if not self._plain:
             self._check_unscaled_once()
+            if self._delay_unscale:
+                for optimizer in self._optimizers:
+                    optimizer._amp_stash.check_unscaled()
         if not self._plain and not self._delay_unscale:
             for optimizer in self._optimizers:
                 if not optimizer._amp_stash.params_have_scaled_gradients:
@@ -129,6 +133,7 @@ class scale_loss:  # Apex's name of a context manager
         for optimizer in self._optimizers:
             optimizer._amp_stash.unscale(self._scaler, found_inf)
             optimizer._amp_stash.params_have_scaled_gradients = False
+            optimizer._amp_stash.has_unscaled_gradients = True
         if self._delay_overflow_check:
             return
         skip = self._scaler.update_scale(found_inf)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,40 @@ from ..ops.multi_tensor import by_device, multi_tensor_scale
 from ._amp_state import maybe_print
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # 2**-126: below it the reciprocal overflows and the scale would reach 0
+
+
+def check_scale(name: str, value: Any) -> float:
+    """Return a scale as a number; raise ValueError where gradients cannot be multiplied by it, and divided again."""
+    with contextlib.suppress(TypeError, ValueError):
+        if 0.0 < float(value) < math.inf and not isinstance(value, bool):
+            return float(value)
+    raise ValueError(f"{name}={value!r} was given, expected 'dynamic' or a positive, finite number")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError where `value` is not a whole number, 1 or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} was given, expected a whole number, 1 or more")
+
+
+def check_state(state: Any) -> None:
+    """Raise ValueError where `state` is not that of a `LossScaler`."""
+    if not isinstance(state, Mapping) or not {"loss_scale", "unskipped"} <= {*state}:
+        raise ValueError(f"the state of a loss scaler was given as {state!r:.80}, expected 'loss_scale' and 'unskipped'")
+    check_scale("loss_scale", state["loss_scale"])
+    if not isinstance(unskipped := state["unskipped"], int) or isinstance(unskipped, bool) or unskipped < 0:
+        raise ValueError(f"unskipped={unskipped!r} was given in the state of a loss scaler, expected a whole number, 0 or more")
+
+
+def _check_options(loss_scale: Any, init_scale: Any, factor: Any, least: Any, most: Any) -> None:
+    check_scale("loss_scale", loss_scale)
+    check_scale("init_scale", init_scale)
+    if check_scale("scale_factor", factor) <= 1.0:
+        raise ValueError(f"scale_factor={factor!r} was given, expected a number above 1")
+    if least:
+        check_scale("min_loss_scale", least)
+    if most is not None and most != math.inf:
+        check_scale("max_loss_scale", most)
 
 
 class LossScaler:
@@ -45,7 +81,12 @@ class LossScaler:
         group: dist.ProcessGroup | None = None,
         name: str = "0",
     ) -> None:
-        self.dynamic = loss_scale == "dynamic"
+        self.dynamic = isinstance(loss_scale, str) and loss_scale == "dynamic"
+        _check_options(loss_scale if not self.dynamic else init_scale, init_scale, scale_factor, min_loss_scale, max_loss_scale)
+        if self.dynamic and (min_loss_scale or 0.0) > (math.inf if max_loss_scale is None else max_loss_scale):
+            raise ValueError(f"min_loss_scale={min_loss_scale!r} and max_loss_scale={max_loss_scale!r} were given, expected the "
+                             "first to be the smaller")
+        check_count("scale_window", scale_window)
         self.device = torch.device("cpu") if device is None else device
         self.group = group
         self.name = name
@@ -55,7 +96,7 @@ class LossScaler:
         self._max_loss_scale = float("inf") if max_loss_scale is None else float(max_loss_scale)
         self._loss_scale = min(float(init_scale), self._max_loss_scale) if self.dynamic else float(loss_scale)
         self._unskipped = 0
-        self._overflows: deque[HostCopy] = deque()
+        self._overflows: deque[HostCopy] = deque(maxlen=64)  # no step may come to tell of them
 
     # ---- what Apex's scripts read and set -------------------------------------------------------------------------
 
@@ -69,6 +110,7 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
+        value = check_scale("loss_scale", value)
         self._scale = torch.full((), float(value), dtype=torch.float32, device=self.device) if self.dynamic else float(value)
 
     @property
@@ -140,9 +182,14 @@ class LossScaler:
         return {"loss_scale": self._loss_scale, "unskipped": self._unskipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the two entries; in a static scaler they change the static value, as in Apex."""
+        """Take the two entries; in a static scaler they change the static value, as in Apex.
+
+        Raises:
+            ValueError: one is missing, or no such number. Nothing has changed.
+        """
+        check_state(state)
         self._loss_scale = state["loss_scale"]
         self._unskipped = state["unskipped"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_overflows": deque(), "group": None}
+        return {**self.__dict__, "_overflows": deque(maxlen=64), "group": None}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..amp.optimizers import process_optimizer
 from ..amp.properties import Properties
-from ..amp.scaler import LossScaler
+from ..amp.scaler import LossScaler, check_state
 from ..amp.session import Session
 
 
@@ -198,16 +198,18 @@ class FP16_Optimizer:  # Apex's name
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or what Apex's did (its scaler is an object there); masters are copied."""
-        scaler = state_dict["loss_scaler"]
-        if not isinstance(scaler, dict):
-            scaler = {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
+        """Load what `state_dict` returned, or what Apex's did (its scaler is an object there); masters are copied.
+
+        Raises:
+            ValueError: an entry is missing, or does not fit. The optimizer's own are checked as it loads them, before the others.
+        """
+        scaler = _checked(state_dict, self.fp32_from_fp16_groups)
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.loss_scaler.dynamic = self.dynamic_loss_scale
         self.loss_scaler.load_state_dict(scaler)
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
         self._found_inf = self._stash.found_inf = None
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         for masters, saved in zip(self.fp32_from_fp16_groups, state_dict["fp32_from_fp16"]):
             for master, value in zip(masters, saved):
                 master.copy_(value)
@@ -218,3 +220,23 @@ class FP16_Optimizer:  # Apex's name
 
     def __setstate__(self, state: Any) -> None:
         raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
+
+
+def _checked(state: Any, groups: list[list[Tensor]]) -> dict[str, Any]:
+    """Return the scaler's part of a state; raise ValueError where the state is not that of an FP16_Optimizer of these masters."""
+    names = ("loss_scaler", "dynamic_loss_scale", "first_closure_call_this_step", "optimizer_state_dict", "fp32_from_fp16")
+    missing = [name for name in names if name not in state] if isinstance(state, dict) else names
+    if missing:
+        raise ValueError(f"FP16_Optimizer.load_state_dict was given a state that lacks {', '.join(missing)}; give it what "
+                         "state_dict() has returned")
+    scaler = state["loss_scaler"]
+    if not isinstance(scaler, dict):
+        scaler = {name: getattr(scaler, f"_{name}", None) for name in ("loss_scale", "unskipped")}
+    check_state(scaler)
+    saved = state["fp32_from_fp16"]
+    shapes = [[getattr(master, "shape", None) for master in group] if isinstance(group, list) else group for group in saved] \
+        if isinstance(saved, list) else saved
+    if shapes != [[master.shape for master in group] for group in groups]:
+        raise ValueError("FP16_Optimizer.load_state_dict was given masters (fp32_from_fp16) of other shapes than its own: "
+                         "it was saved for another model")
+    return scaler

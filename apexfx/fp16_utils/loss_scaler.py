@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..amp.scaler import check_count, check_scale
+
 
 class LossScaler:
     """A static scale: never an overflow, never a change."""
 
     def __init__(self, scale: float = 1.0) -> None:
+        check_scale("scale", scale)
         self.cur_scale = scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
@@ -47,6 +50,9 @@ class DynamicLossScaler(LossScaler):
 
     def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
         super().__init__(init_scale)
+        if check_scale("scale_factor", scale_factor) <= 1:
+            raise ValueError(f"scale_factor={scale_factor!r} was given, expected a number above 1")
+        check_count("scale_window", scale_window)
         self.cur_iter = 0
         self.last_overflow_iter = -1
         self.scale_factor = scale_factor

@@ -108,6 +108,23 @@ def test_init_casts_in_this_thread_until_deactivated():
     assert torch.mm(ones(), ones()).dtype == torch.float32 and not handle.is_active()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_handles_leave_nothing_replaced_whichever_ends_first(order):
+    module = types.ModuleType("their_ops")
+    module.pool = lambda x: x
+    module.pool.__module__ = "their_ops"
+    original = module.pool, nn.RNNBase.check_input
+    handles = []
+    for _ in range(2):
+        amp.register_half_function(module, "pool")
+        handles.append(amp.init(dtype=B))
+    assert module.pool(ones()).dtype == B
+    assert nn.LSTM(2, 2)(torch.ones(1, 1, 2, dtype=B))[0].dtype == B
+    for place in order:
+        handles[place]._deactivate()
+    assert (module.pool, nn.RNNBase.check_input) == original
+
+
 def test_init_inside_another_mode_leaves_the_stack_paired():
     with torch.device("cpu"):
         handle = amp.init(dtype=B)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from apexfx import amp
 from apexfx.amp._amp_state import _amp_state
 from apexfx.amp.frontend import O0, O1, O2, O3, Properties, opt_levels
+from apexfx.amp.scaler import LossScaler
 
 HALF = torch.float16
 TABLE = {
@@ -130,14 +132,41 @@ def test_keep_batchnorm_parses_strings(value, parsed):
     assert options("O3", keep_batchnorm_fp32=value).keep_batchnorm_fp32 is parsed
 
 
-@pytest.mark.parametrize(("value", "parsed"), [("dynamic", "dynamic"), ("128.0", 128.0), (128, 128.0), (0, 0.0), (-1.0, -1.0)])
+@pytest.mark.parametrize(("value", "parsed"), [("dynamic", "dynamic"), ("128.0", 128.0), (128, 128.0)])
 def test_loss_scale_parses(value, parsed):
     assert options("O1", loss_scale=value).loss_scale == parsed
 
 
-def test_loss_scale_must_be_a_number():
-    with pytest.raises(ValueError, match="'big' was given, expected 'dynamic' or a number"):
-        options("O1", loss_scale="big")
+@pytest.mark.parametrize("value", ["big", 0, -1.0, math.nan, math.inf, "nan", None, True])
+def test_loss_scale_must_be_a_number(value):
+    with pytest.raises(ValueError, match=f"loss_scale={value!r} was given, expected 'dynamic' or a positive, finite number"):
+        LossScaler(value)
+    if value is not None:  # the level's
+        with pytest.raises(ValueError, match="expected 'dynamic' or a positive, finite number"):
+            options("O1", loss_scale=value)
+    for limits in ({"max_loss_scale": value}, {"min_loss_scale": value}, {"init_scale": value}, {"scale_factor": value}):
+        if value not in (None, math.inf) and not (value == 0 and "min_loss_scale" in limits):
+            with pytest.raises(ValueError, match="was given, expected"):
+                LossScaler("dynamic", **limits)
+    for scaler in (LossScaler("dynamic"), LossScaler(128.0)):
+        before = scaler.state_dict()
+        for wrong in ({"loss_scale": value, "unskipped": 3}, {"loss_scale": 4.0, "unskipped": value}, {"loss_scale": 4.0}, value):
+            if not (isinstance(wrong, dict) and wrong.get("unskipped") == 0):
+                with pytest.raises(ValueError, match="expected|was given"):
+                    scaler.load_state_dict(wrong)
+        with pytest.raises(ValueError, match="positive, finite"):
+            scaler._loss_scale = value
+        assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, None, True, "2"])
+def test_counts_are_whole_numbers(value):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"num_losses={value!r} was given"):
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), num_losses=value)
+    assert model.weight.dtype == torch.float32 and not hasattr(amp._amp_state, "opt_properties")
+    with pytest.raises(ValueError, match="scale_window="):
+        LossScaler("dynamic", scale_window=value)
 
 
 @pytest.mark.parametrize(

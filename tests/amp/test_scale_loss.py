@@ -104,6 +104,37 @@ def test_delay_unscale_unscales_the_sum_at_the_end(level):
     assert same(grads(optimizer), expected, atol=4e-3)  # half gradients accumulate in half: a rounding of 2^-8 each
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("between", ["nothing", "step", "zero_grad", "zeros", "no gradient"])
+def test_what_is_unscaled_is_not_unscaled_once_more(level, between):
+    model, optimizer = made(level, loss_scale="dynamic")
+    backward(model, optimizer)
+    if between == "nothing":
+        before = grads(optimizer)
+        with pytest.raises(RuntimeError, match="would be unscaled once more"):
+            backward(model, optimizer, 1, delay_unscale=True)
+        assert all(map(torch.equal, grads(optimizer), before))
+        optimizer.zero_grad()
+    elif between == "step":
+        optimizer.step()
+    elif between == "no gradient":
+        for p in (*model.parameters(), *amp.master_params(optimizer)):
+            p.grad = None
+    else:
+        optimizer.zero_grad(set_to_none=between == "zero_grad")
+    for step in (1, 2):
+        backward(model, optimizer, step, delay_unscale=step == 1)
+
+
+def test_scales_that_no_step_follows_are_told_of_in_bounded_memory():
+    model, optimizer = made(loss_scale="dynamic")
+    for _ in range(70):
+        optimizer.zero_grad()
+        with amp.scale_loss(sum(p.sum() for p in model.parameters()), optimizer) as loss:
+            loss.backward()
+    assert len(_amp_state.loss_scalers[0]._overflows) <= 64
+
+
 def test_an_overflow_in_a_delayed_iteration_is_found_at_the_end():
     model, optimizer = made(loss_scale="dynamic")
     backward(model, optimizer, factor=float("inf"), delay_unscale=True)

@@ -108,15 +108,40 @@ def test_a_grad_scaler_keeps_its_own_flag(name):
     assert not torch.equal(everything(model, optimizer)[2][0], before[2][0])
 
 
-def test_overflow_without_a_step_skips_the_next_one():
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("end", ["zero_grad", "zeros", "None", "load"])
+def test_an_overflow_is_forgotten_with_its_gradients(opt_level, end):
+    results = []
+    for overflows in (False, True):
+        fresh_state()
+        model, optimizer = made(opt_level, "sgd")
+        x, _ = batch()
+        if overflows:
+            with amp.scale_loss(model.eval()(x).sum(), optimizer) as loss:
+                (loss * float("nan")).backward()
+            model.train()
+            if end == "None":
+                for p in (*model.parameters(), *amp.master_params(optimizer)):
+                    p.grad = None
+            else:
+                if end == "load":
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                optimizer.zero_grad(set_to_none=end != "zeros")
+        with amp.scale_loss(model(x).square().sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        results.append(everything(model, optimizer))
+    assert_same(results[1], results[0])
+
+
+def test_an_overflow_whose_gradients_are_still_there_skips_the_next_step():
     model, optimizer = made("O1", "sgd")
-    before = everything(model, optimizer)
+    before = everything(model.eval(), optimizer)
     x, _ = batch()
-    with amp.scale_loss(model.eval()(x).sum(), optimizer) as loss:
-        (loss * float("nan")).backward()
-    optimizer.zero_grad()
-    with amp.scale_loss(model(x).sum(), optimizer) as loss:
-        loss.backward()
+    for factor in (float("nan"), 1.0):
+        with amp.scale_loss(model(x).sum(), optimizer) as loss:
+            (loss * factor).backward()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.step()
     assert_same(everything(model, optimizer), before)
 
