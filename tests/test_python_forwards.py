@@ -6,7 +6,9 @@ import collections
 import copy
 import math
 import random
+import signal
 import threading
+import timeit
 
 import numpy as np
 import pytest
@@ -17,7 +19,6 @@ from torch.nn.modules import module as hooks
 
 import apexfx
 from apexfx._torch import function_mode_depth
-from apexfx.train_step.optimizer_state import same_tensors
 from tests.tables import table
 
 NUMBERS = random.Random(0)
@@ -187,14 +188,49 @@ def test_first_calls_in_two_threads_at_once():
     assert [len(losses) for losses in results] == [3, 3]
 
 
-def test_an_interrupt_leaves_no_mode_on():
-    class Interrupted:
-        def __eq__(self, other):
+@pytest.mark.parametrize("calls", [200, pytest.param(2000, marks=pytest.mark.long)])
+def test_interrupts_leave_no_mode_on_and_a_step_that_was_done_or_not(calls):
+    """The gradient is 1 and so are the learning rate and the momentum: a parameter says how many steps there were."""
+    torch.compiler.reset()
+    model = nn.Linear(1, 1, dtype=torch.float64)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0)
+    step = apexfx.train_step(model, lambda out: out.sum(), optimizer, opt_level="O0", inner="eager")
+    x, done, armed, ends = torch.ones(1, 1, dtype=torch.float64), 3, False, collections.Counter()
+
+    def interrupt(*_):
+        nonlocal armed
+        if armed:
+            armed = False
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        same_tensors([Interrupted()], [Interrupted()])
-    assert function_mode_depth() == 0
+    seconds = min(timeit.repeat(lambda: step(x), number=1, repeat=done))
+    checkpoint = copy.deepcopy(step.state_dict())
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(calls):
+            armed = True
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1.5 * seconds * NUMBERS.random() + 1e-6)
+                step(x)
+                armed, end, done = False, "done", done + 1
+            except KeyboardInterrupt:
+                end = "interrupted"
+            except RuntimeError as error:  # which the call before has left
+                assert "an earlier step failed after it had begun to change" in str(error)
+                armed, end, done = False, "refused", 3
+                step.load_state_dict(copy.deepcopy(checkpoint))
+            ends[end] += 1
+            assert function_mode_depth() == 0 and torch.is_grad_enabled(), end
+            torch.zeros(1) + 1
+            if end == "done":
+                assert [float(p) for p in model.parameters()] == [-done * (done + 1) / 2] * 2
+                assert [float(optimizer.state[p]["momentum_buffer"]) for p in model.parameters()] == [done] * 2
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert min(ends["done"], ends["interrupted"]) > calls / 20
 
 
 # ---- hooks on all modules --------------------------------------------------------------------------------------------------

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from .._torch import (
-    function_mode_depth,
-    has_own_step,
-    has_step_hooks,
-    pop_function_mode,
-    push_function_mode,
-    tensor_version,
-)
+from .._torch import has_own_step, has_step_hooks, tensor_version
 from ..ops.apply_gradients import UpdateRow
 from ..optimizers.update_rules import Labels, schedulable, updates
 
 Option = tuple[int, int, str]  # places of an optimizer, and of a group of it, and the name of an option of the group
+_END = object()  # of a list, among objects of several
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # hyperparameters that are compared by value
 
 
@@ -130,32 +125,6 @@ def schedulable_options(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Opt
             for place, group in enumerate(each.param_groups) for name, option in schedulable(each, group).items()}
 
 
-class _NotOneTensor(TorchFunctionMode):
-    """Raises where two tensors are compared."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise ValueError("two tensors")
-
-
-_not_one_tensor = _NotOneTensor()
-
-
-def same_tensors(one: Any, other: Any) -> bool:
-    """Return whether two lists or dictionaries hold the very same tensors, in a loop that is not Python's.
-
-    Python takes an object to be equal to itself before it asks the object: tensors are compared where they are two.
-    """
-    depth = function_mode_depth()
-    try:
-        push_function_mode(_not_one_tensor)
-        return one == other
-    except Exception:  # two tensors, or other arrays
-        return False
-    finally:  # no `with`, whose methods are Python's: an interrupt in them would leave the mode on
-        while function_mode_depth() > depth:
-            pop_function_mode()
-
-
 class Structure:
     """What a step's graph and its lists follow from, of optimizers: all but the learning rates.
 
@@ -168,11 +137,10 @@ class Structure:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scheduled: Collection[Option] = ()) -> None:
         self._optimizers = optimizers
         self._scheduled = [_of(place, scheduled) for place in range(len(optimizers))]
-        self._facts, self._params = self._facts_now(), self._params_now()
+        self._facts, self._params = self._facts_now(), [p for each in optimizers for group in each.param_groups
+                                                        for p in group["params"]]
         self._guarded = self._guarded_now()
-        # Copies that keep all of it alive, so that nothing is taken for another in its place.
-        self._states = [{p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()}
-                        for each in optimizers]
+        self._objects = [*self._objects_now()]  # which keeps all of it alive, so that nothing is taken for another in its place
 
     def has_changed(self, *, cached: bool) -> bool:
         """Return whether something is not as it was.
@@ -180,18 +148,26 @@ class Structure:
         Args:
             cached: for graphs that were compiled before alone, whose guards see what is of the parameters themselves.
         """
-        return not same_tensors([self._facts_now(), self._params_now(), [each.state for each in self._optimizers]],
-                                [self._facts, self._params, self._states]) \
+        return not all(map(is_, self._objects_now(), self._objects)) or self._facts_now() != self._facts \
             or not cached and self._guarded_now() != self._guarded
 
     def _guarded_now(self) -> list[Any]:
-        return [(p.requires_grad, p.dtype, p.device) for params in self._params for p in params]
+        return [(p.requires_grad, p.dtype, p.device) for p in self._params]
 
     def _facts_now(self) -> list[Any]:
         return [part for each, scheduled in zip(self._optimizers, self._scheduled) for part in _facts(each, scheduled)]
 
-    def _params_now(self) -> list[list[Tensor]]:
-        return [[*group["params"]] for each in self._optimizers for group in each.param_groups]
+    def _objects_now(self) -> Iterator[Any]:
+        """Return parameters by group, and state by name, to be compared by identity: tensors of equal numbers are two.
+
+        No loop over them is Python's, and none compares tensors, which a mode would have to forbid: an interrupt may leave it on.
+        """
+        parts: list[Any] = []
+        for each in self._optimizers:
+            parts += (part for group in each.param_groups for part in (group["params"], (_END,)))
+            held = each.state.values()
+            parts += each.state, chain.from_iterable(held), chain.from_iterable(map(dict.values, held)), (_END,)
+        return chain.from_iterable(parts)
 
 
 def _of(optimizer: int, options: Collection[Option]) -> dict[int, set[str]]:

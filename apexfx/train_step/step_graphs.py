@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import tensor_version
+from .._torch import set_grad_enabled, tensor_version
 from .._torch_compilers import dynamo_config, guard_classes, run_cached_graphs
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
@@ -112,8 +112,13 @@ class StepGraphs:
             NotCompiled: there is none; nothing has run.
         """
         self._state.keep_buffers(cached=True)
-        with torch.no_grad(), self._parts.step_model.traceable(cached=True) as model:
-            return variant.cached(self._inputs(model), batch, named)
+        recorded = torch.is_grad_enabled()
+        try:  # no `with torch.no_grad()`, whose methods are Python's: an interrupt in them would leave it on
+            set_grad_enabled(False)
+            with self._parts.step_model.traceable(cached=True) as model:
+                return variant.cached(self._inputs(model), batch, named)
+        finally:
+            set_grad_enabled(recorded)
 
     def _compile_and_run(self, variant: _Variant, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         warn_of_eval_mode(self._parts.model, self._parts.report)
