@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.hooks import unserializable_hook
 
 from .._torch import torch_ddp
 from ..buckets.ddp_layout import DEFAULT_CAP_MB
@@ -29,6 +30,7 @@ from ..config import BucketConfig
 from ..distributed.backward_callback import BackwardCallback
 from ..distributed.no_sync import SET_ASIDE, Synchronizer, local_gradients
 from ..errors import UnsynchronizedGradientError
+from ..graph.printing import first_names
 from ..precision.rules import HALVES
 
 
@@ -106,7 +108,14 @@ class EagerAveraging(Synchronizer):
             if (averaging := me()) is not None:
                 averaging._on_accumulated(p)
 
-        self._hooks = [p.register_post_accumulate_grad_hook(accumulated) for _, p in self._active.values()]
+        @unserializable_hook  # torch.save() of the module is silent about it
+        def comes(_: Tensor) -> None:
+            if (averaging := me()) is not None:
+                averaging._refuse_to_sum_twice()
+
+        parameters = [p for _, p in self._active.values()]
+        self._hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in parameters]
+        self._hooks += [] if self.config.gradient_average else [p.register_hook(comes) for p in parameters]
         return bool(self._active)
 
     def _torch_can(self) -> bool:
@@ -139,6 +148,20 @@ class EagerAveraging(Synchronizer):
                 and not config.allreduce_always_fp32 and not self.options.retain_buffers)
 
     # ---- in backward ---------------------------------------------------------------------------------------------------
+
+    def _refuse_to_sum_twice(self) -> None:
+        """Raise where a backward begins with a `.grad` that is not local: a sum over the ranks, which it would sum once more."""
+        if self._callback.was_dropped():
+            self._end_backward(failed=True)
+        if self._pending or self._came:  # it has begun
+            return
+        grads = {name: p.grad for name, p in self._active.values() if p.grad is not None}
+        if grads and bool(torch.stack([grad.any() for grad in grads.values()]).any()):
+            self._ddp = None  # it waits for the rest of this backward
+            raise UnsynchronizedGradientError(
+                f"apexfx: the gradient of {first_names([*map(repr, grads)])} is there when a backward begins, a sum over the "
+                "ranks, and without gradient_average it would be summed once more. Call zero_grad() before each backward, keep "
+                "what is to be one sum local by no_sync(), or leave gradient_average=True.")
 
     def _on_accumulated(self, p: Tensor) -> None:
         """Note that the gradient of `p` is in `p.grad`."""

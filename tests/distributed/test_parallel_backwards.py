@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,10 +66,32 @@ def _several_backwards(rank):
         model.module(x).square().sum().backward()
         check_mean(model, twin, x)
     model, twin, x = wrapped(rank, gradient_average=False)
+    model.zero_grad()
     loss = model(x).square().sum()
     loss.backward(retain_graph=True)
+    model.zero_grad()
     with pytest.raises(UnsynchronizedGradientError, match="did not come through the last forward"):
         loss.backward()
+
+
+def _sums(rank):
+    """Without averages, what was summed is not summed again: whatever averages, inside of no_sync() and after it."""
+    for arguments in ({}, {"delay_allreduce": True}, {"find_unused_parameters": True}, {"message_size": 30},
+                      {"retain_allreduce_buffers": True}, {"gradient_predivide_factor": 2.0}):
+        model, twin, x = wrapped(rank, gradient_average=False, **arguments)
+        factor = 1 / arguments.get("gradient_predivide_factor", 1.0)
+        for number in range(3):  # torch's averages from the second on
+            model.zero_grad(set_to_none=number != 1)
+            if number == 2:
+                with model.no_sync():
+                    model(x).square().sum().backward()
+            model(x).square().sum().backward()
+            check_mean(model, twin, x, factor=factor * (1 + (number == 2)))
+            before = model.module.a.weight.grad.clone()
+            for context in (model.no_sync(), contextlib.nullcontext()):
+                with context, pytest.raises(UnsynchronizedGradientError, match="a sum over the ranks, .* Call zero_grad"):
+                    model(x).square().sum().backward()
+            assert torch.equal(model.module.a.weight.grad, before)
 
 
 def _adversaries(rank):
@@ -184,7 +208,7 @@ def _penalty_alone(rank):
             assert_close(p.grad, q.grad / dist.get_world_size())
 
 
-CASES = (_no_sync, _only_in_no_sync, _static_graph, _several_backwards, _adversaries, _unused, _changed_parameters,
+CASES = (_no_sync, _only_in_no_sync, _static_graph, _several_backwards, _sums, _adversaries, _unused, _changed_parameters,
          _failed, _ranks_apart, _penalty_alone)
 
 
