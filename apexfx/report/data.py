@@ -228,7 +228,8 @@ class Report:
         as they are, then 1 + `num_steps` under torch.profiler. To train nothing, give a step of a copy of the model.
 
         Args:
-            step: what runs one: a `train_step()`, or a function of yours that calls the model, backward and the optimizer.
+            step: what runs one: a `train_step()`, whose calls that accumulate are a step together, or a function of yours that
+                calls the model, backward and the optimizer.
             batch, named: what it is called with.
 
         Raises:
@@ -244,7 +245,13 @@ class Report:
         if in_cpp and self.config.get("inner") != "eager":
             raise ValueError("apexfx: profile() looks at each call of a kernel, and Inductor's cpp_wrapper=True makes them "
                              "inside of one C++ function; profile a step without it, whose kernels are the same")
-        return measure(self.graphs, step, batch, named, steps=num_steps, warmup=num_warmup)
+        calls = self.config.get("accumulate", 1) if getattr(step, "report", None) is self else 1
+
+        def run() -> None:
+            for _ in range(calls):
+                step(*batch, **named)
+
+        return measure(self.graphs, run, steps=num_steps, warmup=num_warmup)
 
     def to_json(self, path: str | Path | None = None) -> dict[str, Any]:
         """Return everything as JSON-able values, and write it to `path` where one is given."""

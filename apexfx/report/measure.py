@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -36,27 +35,26 @@ class _Run:
     kind: str
 
 
-def measure(graphs: Sequence[GraphReport], step: Callable[..., Any], batch: Sequence[Any], named: dict[str, Any], *,
-            steps: int, warmup: int) -> Profile:
+def measure(graphs: Sequence[GraphReport], step: Callable[[], None], *, steps: int, warmup: int) -> Profile:
     """Run `warmup` + 2 * `steps` + 1 steps, the last of which are recorded."""
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     synchronize = torch.cuda.synchronize if on_cuda else lambda: None
     for _ in range(warmup):
-        step(*batch, **named)
+        step()
     plain = []
     for _ in range(steps):
         synchronize()
         begin = time.perf_counter()
-        step(*batch, **named)
+        step()
         synchronize()
         plain.append(1e3 * (time.perf_counter() - begin))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with marked(graph_codes(graphs)) as meaning, torch.profiler.profile(activities=activities) as profiler:
-        step(*batch, **named)  # a profiler is slow to begin
+        step()  # a profiler is slow to begin
         synchronize()
         for _ in range(steps):
             with ProfilerSpan(_STEP):
-                step(*batch, **named)
+                step()
                 synchronize()
     timeline = _Timeline(profiled_events(profiler), meaning)
     return Profile(

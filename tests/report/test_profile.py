@@ -221,7 +221,8 @@ PRODUCTS = {"aten.mm", "aten.addmm", "torch.linear"}
 
 
 @pytest.mark.parametrize("net, accumulate, counts", [
-    (Reused(), 1, {"a": 3 + 3 + 2, "b": 3}), (Reused(), 2, {"a": 3 + 3 + 2, "b": 3}), (Tied(), 1, {"a": 2, "b": 3, "c": 3}),
+    (Reused(), 1, {"a": 3 + 3 + 2, "b": 3}), (Reused(), 2, {"a": 2 * (3 + 3 + 2), "b": 2 * 3}),
+    (Tied(), 1, {"a": 2, "b": 3, "c": 3}),
 ], ids=["reused", "accumulated", "tied"])  # fmt: skip
 @table(1, "inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_products_of_a_module_that_is_reused_are_counted_for_it(net, accumulate, counts, inner):
