@@ -113,12 +113,15 @@ def first_non_finite(graphs: CallGraphs, call: LastCall, *, scale_factor: float,
             Interpreter(traced.gm, [observer]).run(*inputs)
     except Exception as error:  # whatever the model does in another run, memory included: training goes on
         return f"the step could not be run op by op to find where: {bundle.error_text(error)}"
+    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    of_rank = f" of rank {dist.get_rank()}" if num_ranks > 1 else ""
     if (finding := observer.first()) is not None:
-        return str(finding)
-    if accumulates:
-        return "the last batch is finite; it was that of a call before, which accumulated its gradients"
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return "all is finite on this rank; it was the batch of another, which says more"
+        return f"{finding}{of_rank.replace(' of ', ', on ')}"
+    others = ["a call before, which accumulated its gradients"] if accumulates else []
+    if num_ranks > 1:
+        others.append(f"rank {1 - dist.get_rank()}" if num_ranks == 2 else "another rank, whose event says more")
+    if others:
+        return f"all is finite in the last batch{of_rank}; it was that of {', or of '.join(others)}"
     return "all is finite op by op: it was a kernel that fuses several, or the model has changed since"
 
 

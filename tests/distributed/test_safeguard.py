@@ -94,3 +94,44 @@ def test_a_rank_that_reads_events_alone_takes_part_in_no_collective(rank, world_
     assert step.updated
     with pytest.raises(ValueError, match="all_to_all_single.* communicates, and cannot be computed on one rank alone"):
         step.record("nowhere")
+
+
+
+
+def mean(model, x, labels):
+    return apexfx.Mean(F.cross_entropy(model(x), labels, reduction="sum"), len(labels))
+
+
+LOSSES = {"mean": mean, "scalar": lambda *args: mean(*args).value}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_event_says_which_ranks_batch_it_was(world_size):
+    run_ranks(blame, world_size, [(loss, calls, bad, sync_bn) for loss in LOSSES for calls, bad in ((1, 0), (2, 0), (2, 1))
+                                  for sync_bn in (False, True)])
+
+
+def test_an_event_says_which_ranks_batch_it_was():
+    run_ranks(blame, 2, [("mean", 1, 0, False), ("scalar", 2, 1, False)])
+
+
+def blame(rank, world_size, rows):
+    """The batch of rank 1 in one of the calls is not finite: what the event of each rank says."""
+    other = "rank 1" if world_size == 2 else "another rank, whose event says more"
+    for loss, calls, bad, sync_bn in rows:
+        torch._dynamo.reset()
+        model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+        step = apexfx.train_step(model, objective=LOSSES[loss], optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ddp=True,
+                                 opt_level="O0", inner="eager", safeguard=True, accumulate=calls, sync_bn=sync_bn)
+        for call in range(calls):
+            x, labels = torch.randn(4, 6), torch.arange(4) % 3
+            step(x * math.nan if rank == 1 and call == bad else x, labels)
+        where, before = step.events[-1].where, "a call before, which accumulated its gradients, or of " if calls > 1 else ""
+        if rank == 1 and bad == calls - 1:
+            assert where.startswith("input 'batch[0]' is not finite (nan), first read by "), where
+            assert where.endswith(", on rank 1"), where
+        elif rank == 1 and world_size == 2:
+            assert where == f"all is finite in the last batch of rank 1; it was that of {before}rank 0"
+        else:
+            assert where == f"all is finite in the last batch of rank {rank}; it was that of {before}{other}"
