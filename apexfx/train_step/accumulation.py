@@ -10,6 +10,7 @@ from .inputs import StepInputs
 from .mean import Weighted
 
 ACCUMULATED = ".accumulated"  # ends the name of what accumulates the gradients of a parameter
+MEANS = f"loss{ACCUMULATED}"  # the name of `StepMean.sums`
 
 
 def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],

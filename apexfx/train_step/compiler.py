@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.fx.traceback import annotate
 
@@ -38,10 +39,11 @@ from ..precision.op_rows import mark_ops
 from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
-from .accumulation import ACCUMULATED
+from .accumulation import ACCUMULATED, MEANS
 from .derivatives import check_functions, compose_norms
-from .errors import calls_backward, sparse_gradient
+from .errors import calls_backward, counts_apart, sparse_gradient
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
+from .mean import leave_counts_apart
 
 
 class NotRun(Exception):
@@ -64,6 +66,7 @@ class StepCompiler:
         on_run: called once all ranks have agreed on a graph, when it may change something: before it runs, since Inductor's
             kernels change memory and no version; under inner="eager", before its first node that does, and after the last.
         on_communication: called under inner="eager" before the first node that communicates.
+        on_loss: called before each run, `is_mean` for a loss that is a `Mean`.
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
@@ -77,14 +80,14 @@ class StepCompiler:
 
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
-                 memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
-                 traces: bool = False) -> None:
+                 on_loss: Callable[..., None], memory_budget: int | None = None, reduce_gradients: bool = True,
+                 safeguard: bool = False, traces: bool = False) -> None:
         self.config = config
         self.report = report
         self.groups = groups
         self.agreement = agreement
         self.index = index
-        self.on_run, self.on_communication = on_run, on_communication
+        self.on_run, self.on_communication, self.on_loss = on_run, on_communication, on_loss
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
         self.safeguard = safeguard
@@ -112,6 +115,9 @@ class StepCompiler:
         check_functions(gm)
         leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
         by_forward = _written_by_forward(gm, placeholders)
+        is_mean = self._is_mean(gm, placeholders)
+        if is_mean and not self.reduce_gradients:
+            self._share_counts(gm)
         # The forward passes.
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  is_train_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
@@ -143,7 +149,8 @@ class StepCompiler:
         # What each call looks at before it runs.
         check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
-        return self._guarded(compiled, before_communicating, waits, check_memory, leaves)
+        return self._guarded(compiled, before_communicating, waits, check_memory, leaves,
+                             functools.partial(self.on_loss, is_mean=is_mean))
 
     def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                          example_inputs: Sequence[Any]) -> list[Placeholder]:
@@ -157,6 +164,19 @@ class StepCompiler:
             self.report.note(f"apexfx: {', '.join(p.name for p in of_batch)} of the batch requires a gradient, and the step "
                              "computes none of it: its .grad stays as it is")
         return of_batch
+
+    def _is_mean(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> bool:
+        if not self.reduce_gradients:
+            return any(p.name == MEANS for p in placeholders)
+        return (node := apply_node(gm)) is not None and len(node.args) > 5  # which takes the count of a `Mean`
+
+    def _share_counts(self, gm: fx.GraphModule) -> None:
+        """Have the counts of a call that accumulates be those of all ranks only where its backward, or a pass, communicates."""
+        if self.groups.gradients is None:
+            if (self.groups.batch_norm or issued(gm, ())) and dist.get_world_size() > 1:
+                raise counts_apart()
+        elif self.groups.batch_norm is None and not self.config.passes:
+            leave_counts_apart(gm)
 
     def _collectives(self, graph: RewrittenGraph, applied: Sequence[str]) -> list[Any]:
         """Describe, in order, what the graph will communicate; `applied` are the parameters that have a gradient."""
@@ -177,7 +197,7 @@ class StepCompiler:
 
     def _guarded(self, compiled: Callable[..., Any], before_communicating: Callable[[], None],
                  waits: Callable[[], contextlib.AbstractContextManager[None]], check_memory: MemoryCheck | None,
-                 leaves: Sequence[Placeholder]) -> Callable[..., Any]:
+                 leaves: Sequence[Placeholder], on_loss: Callable[[], None]) -> Callable[..., Any]:
         """Check the inputs of each run, and have the ranks compare what it communicates.
 
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
@@ -186,6 +206,7 @@ class StepCompiler:
             before_communicating: compares; a graph under inner="eager" calls it itself.
             waits: explains errors of collectives.
             leaves: those of the batch that require a gradient.
+            on_loss: the compiler's, of what kind the loss is.
         """
         def run(*args: Any) -> Any:
             for leaf in leaves:
@@ -194,6 +215,7 @@ class StepCompiler:
                 check_memory(args)
             if not self._runs:
                 raise NotRun
+            on_loss()
             with waits():
                 if self.config.inner != "eager":
                     before_communicating()

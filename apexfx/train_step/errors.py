@@ -99,6 +99,13 @@ def untrainable_loss() -> ValueError:
                       "needs create_graph=True, by a tensor that requires a gradient")
 
 
+def counts_apart() -> ValueError:
+    """Return the error of a `Mean` whose ranks know each other's gradients, and not their counts."""
+    return ValueError("apexfx: calls accumulate the gradients of an apexfx.Mean whose backward communicates, so that each rank "
+                      "has gradients of what others have counted, and the step averages over no ranks, whose counts it would add "
+                      "up; give ddp=True, or leave accumulate out")
+
+
 @contextlib.contextmanager
 def capture_errors() -> Iterator[None]:
     """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors."""

@@ -119,7 +119,7 @@ def _differentiate(loss: Tensor, params: list[Tensor]) -> Sequence[Tensor | None
 
 def compute_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: Mapping[str, Any],
                       differentiate: Callable[..., Sequence[Tensor | None]] = _differentiate, *, ends: bool = True,
-                      ) -> tuple[Tensor, Any, list[Tensor | None], Weighted | None]:
+                      weigh: Callable[..., Weighted] = weigh) -> tuple[Tensor, Any, list[Tensor | None], Weighted | None]:
     """Run forward and backward; return the loss, what else there was, the gradients of the scaled loss, and how it is weighed.
 
     The loss is divided by the number of calls in front of the backward, as a loop does that accumulates in `.grad`; one that is a
@@ -128,13 +128,14 @@ def compute_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: 
     Args:
         ends: whether the call ends an accumulation.
         differentiate: returns the gradients of a loss by parameters, None for one that it does not depend on.
+        weigh: `mean.weigh`, or what calls it.
     """
     with torch.enable_grad():
         result = inputs.objective(inputs.model, *batch, **named_inputs)
         loss, *rest = result if isinstance(result, tuple) and len(result) == 2 else (result,)
         weighted = None
         if isinstance(loss, Mean):
-            weighted = weigh(loss, inputs.means, inputs.group if ends else None, inputs.divisor if ends else 1)
+            weighted = weigh(loss, inputs.means, inputs.group, inputs.divisor, ends=ends)
             loss = loss.value
         if not isinstance(loss, Tensor):
             kind = f"{type(result).__name__} of {len(result)}" if isinstance(result, tuple) else type(result).__name__

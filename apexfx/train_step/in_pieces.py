@@ -23,11 +23,11 @@ from ..compiler.graph_compiler import GraphCompiler
 from ..compiler.refusals import COMPILES_ITSELF
 from ..distributed.agreement import explained
 from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated
-from .errors import NotOneGraph, calls_backward, capture_errors, sparse_gradient, untrainable_loss
+from .errors import NotOneGraph, calls_backward, capture_errors, counts_apart, sparse_gradient, untrainable_loss
 from .function import apply_gradients, compute_gradients
 from .inputs import StepInputs
 from .leaves import check_leaves, leaves_of
-from .mean import Weighted
+from .mean import Mean, Weighted, weigh
 from .model import warn_of_eval_mode
 from .parts import StepParts
 from .step_graphs import StepGraphs, grad_versions
@@ -114,12 +114,23 @@ class StepInPieces(StepGraphs):
                 for p, gradient in zip(params, held):
                     p.grad = gradient
 
+        def agreed(mean: Mean, *args: Any, ends: bool) -> Weighted:
+            groups = self._parts.groups
+            if inputs.calls > 1 and groups.gradients is None and groups.batch_norm is not None and groups.batch_norm.size() > 1:
+                raise counts_apart()
+            if self._parts.agreement is not None and inputs.group is not None:
+                counts = f"counts of the loss after call {self._state.num_calls}"
+                self._parts.agreement.ensure("training step in pieces", [counts])
+            with explained(groups.gradients, "the counts of the loss"):
+                return weigh(mean, *args, ends=ends)
+
         try:
             with pieces.in_place():
-                loss, rest, grads, weighted = compute_gradients(inputs, batch, named, differentiate, ends=ends)
+                loss, rest, grads, weighted = compute_gradients(inputs, batch, named, differentiate, ends=ends, weigh=agreed)
         finally:
             if self._versions() != before:
                 self._state.note_change()
+        self._state.mean.check(is_mean=weighted is not None)
         for p, gradient in zip(inputs.params, grads):
             if gradient is not None and gradient.layout != torch.strided:
                 raise sparse_gradient(self._state.lists.names[id(p)])

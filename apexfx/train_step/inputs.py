@@ -19,8 +19,7 @@ class StepInputs:
         params: what is trained.
         buffers: the sums of the gradients of earlier calls, one for each of `params`; [] where no calls accumulate.
         accumulated: for each of `buffers` whether it has a gradient.
-        means: the total and the count of the calls that have accumulated, float64, of a loss that is a `Mean`; None where no
-            calls accumulate.
+        means: `StepMean.sums`, of a loss that is a `Mean`; None where no calls accumulate.
         states: the optimizer's state, masters included.
         scalars: learning rates, counts of updates, the loss scale.
         scale: of these, what the loss is multiplied with; None where nothing is.

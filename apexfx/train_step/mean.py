@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
-from ..graph.collectives import wait
+from ..graph.collectives import group_name, wait
+from ..graph.nodes import graphs
 from ..graph.printing import count_text
 from ..report.data import Report
 
@@ -70,9 +71,10 @@ class Weighted:
 
     Attributes:
         share: what to differentiate: the total over all counts that are known.
-        sums: the total and the count of this rank and of the calls up to this one, float64; of a loss of one term.
+        sums: the total and the count of this rank and of the calls up to this one, and what their gradients are divided by,
+            float64; of a loss of one term.
         earlier: what the accumulated gradients of earlier calls are multiplied with, float64, 0-d; None where none accumulate.
-        mean: of what is known, over the ranks where this call ends the accumulation.
+        mean: over the calls and ranks, where this call ends the accumulation.
         count: the counts of all terms, float64, 0-d: where it is 0, nothing is updated.
     """
 
@@ -83,14 +85,18 @@ class Weighted:
     count: Tensor
 
 
-def weigh(mean: Mean, before: Tensor | None, group: str | None, factor: int) -> Weighted:
+def weigh(mean: Mean, before: Tensor | None, group: str | None, factor: int, *, ends: bool) -> Weighted:
     """Divide the totals of a `Mean` by what their counts add up to.
 
+    A backward that communicates gives this rank gradients of the totals of others, so all have to be divided by the same: the
+    counts are those of all ranks in a call that accumulates, too, but for `leave_counts_apart`.
+
     Args:
-        before: total and count of the calls that have accumulated, float64; None where none accumulate.
-        group: the name of the process group whose ranks add up their counts; None where the call ends no accumulation, or there
-            is none.
-        factor: by which the ranks' gradients will be divided.
+        before: total and count of the calls that have accumulated on this rank, and what their gradients were divided by,
+            float64; None where none accumulate.
+        group: the name of the process group whose ranks add up their counts, or None.
+        factor: by which the ranks' gradients will be divided where the call ends an accumulation.
+        ends: whether it does.
 
     Raises:
         TypeError: a total is no scalar, or a count neither a number nor one.
@@ -104,15 +110,32 @@ def weigh(mean: Mean, before: Tensor | None, group: str | None, factor: int) -> 
     totals = [torch.where(count == 0, 0.0, total.reshape(())) for total, count in zip(totals, counts.unbind())]
     sums = torch.stack([zero + total.detach() for total in totals])
     if before is not None:
-        sums, counts = sums + before[:1], counts + before[1:]
-    own = torch.cat([sums, counts])
+        sums, counts = sums + before[:1], counts + before[1:2]
+    own = [sums, counts]
     if group is not None:  # two: what is divided by is known before the forward, and hides behind it
-        counts, sums = [wait(torch.ops._c10d_functional.all_reduce.default(each, "sum", group)) for each in (counts, sums)]
+        counts = wait(torch.ops._c10d_functional.all_reduce.default(counts, "sum", group))
+        sums = wait(torch.ops._c10d_functional.all_reduce.default(sums, "sum", group)) if ends else sums
+    if before is not None and not ends:  # a rank without a count of its own may have gradients of what others have counted
+        counts = torch.maximum(counts, before[2:])
+        factor = 1
     inverse = torch.where(counts == 0, 0.0, factor / counts)
     share = sum(total * each.to(total.dtype) for total, each in zip(totals, inverse.unbind()))
-    earlier = before[1] * inverse[0] if before is not None else None
+    earlier = before[2] * inverse[0] if before is not None else None
     count = counts.sum()
-    return Weighted(share, own, earlier, torch.where(count == 0, torch.nan, (sums * inverse).sum() / factor), count)
+    mean = (sums * inverse).sum() / factor / (count != 0)  # nan of none, without a constant that would be found to be not finite
+    return Weighted(share, torch.cat([*own, counts]), earlier, mean, count)
+
+
+def leave_counts_apart(gm: fx.GraphModule) -> None:
+    """Sum the counts of a call that accumulates over the ranks only where it communicates something else."""
+    collectives = [node for graph in graphs(gm) for node in graph.graph.nodes if group_name(node)]
+    if len(collectives) == 1:
+        [counts] = collectives
+        for waits in list(counts.users):
+            waits.replace_all_uses_with(counts.args[0])
+            gm.graph.erase_node(waits)
+        gm.graph.erase_node(counts)
+        gm.recompile()
 
 
 class StepMean:
@@ -125,12 +148,13 @@ class StepMean:
         report: has a note of what the mean is over.
 
     Attributes:
-        sums: total and count of the calls that have accumulated, float64; None where no calls accumulate.
+        sums: total and count of the calls that have accumulated, and what their gradients are divided by, float64; None where no
+            calls accumulate.
         last: the mean of the last update; None before it, and of another loss.
     """
 
     def __init__(self, calls: int, group: dist.ProcessGroup | None, factor: int, device: torch.device, report: Report) -> None:
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device) if calls > 1 else None
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device) if calls > 1 else None
         self.last: Tensor | None = None
         self._calls, self._group, self._factor, self._device, self._report = calls, group, factor, device, report
         self._is_noted = False  # in the report
@@ -141,17 +165,20 @@ class StepMean:
         if not self._accumulates:
             return None
         nothing = Mean(torch.zeros((), device=self._device), 0)
-        return weigh(nothing, self.sums, self._group and self._group.group_name, self._factor)
+        return weigh(nothing, self.sums, self._group and self._group.group_name, self._factor, ends=True)
 
-    def note(self, mean: Tensor | None, *, accumulates: bool) -> None:
-        """Note the mean of a call's loss, or that the loss is none.
+    def check(self, *, is_mean: bool) -> None:
+        """Refuse a loss of another kind than in the calls that have accumulated, before its gradients are added to theirs.
 
         Raises:
-            TypeError: it was otherwise in another call that accumulates.
+            TypeError: some are a `Mean`, and others are none.
         """
-        if self._accumulates not in (None, mean is not None):
+        if self._accumulates not in (None, is_mean):
             raise TypeError("apexfx: some of the calls that accumulate gradients returned an apexfx.Mean and others a scalar, "
                             "and their gradients have different denominators; return one kind, Mean(loss, 1) for a scalar")
+
+    def note(self, mean: Tensor | None, *, accumulates: bool) -> None:
+        """Note the mean of a call's loss, or that the loss is none."""
         self._accumulates = mean is not None if accumulates else None
         if mean is not None and not self._is_noted:
             ranks = count_text(self._group.size() if self._group is not None else 1, "rank")

@@ -14,7 +14,7 @@ from .._torch import has_gradient_hooks, note_optimizer_ran, num_hooks
 from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
-from .accumulation import ACCUMULATED, clear_accumulated
+from .accumulation import ACCUMULATED, MEANS, clear_accumulated
 from .checkpoint import names_of_parameters
 from .ema import COUNTS
 from .kept_buffers import KeptBuffers
@@ -95,7 +95,7 @@ def read(parts: StepParts, before: StepLists, means: Tensor | None) -> StepLists
     parts.index.add_states({
         **(dict(state.named(names)) if state is not None else {}), **of_step,
         **{f"{names[id(p)]}{ACCUMULATED}": buffer for p, buffer in zip(params, buffers)},
-        **({f"loss{ACCUMULATED}": means} if means is not None else {}),
+        **({MEANS: means} if means is not None else {}),
         **{f"{names[id(p)]}.average": average for p, average in zip(averaged, ema.averages if ema is not None else ())}})
     return StepLists(params, names, buffers, state, averaged, list(scalars.values()),
                      _plan(parts, state, list(scalars), left_out), schedulable, scheduled)

@@ -65,7 +65,7 @@ class StepGraphs:
         self._make_compiler = functools.partial(
             StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
             index=parts.index, on_run=state.note_change, on_communication=state.note_communication,
-            memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None)
+            on_loss=state.mean.check, memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None)
         self._updates, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._settings = _dynamo_settings()
         self._patch = dynamo_config.patch(self._settings)  # making one costs more than entering it
@@ -173,13 +173,13 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
     index = ModelIndex(lambda: model.model)
     index.add_parameters(model.objective_modules.named_tensors()[0])
     compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None, index=index,
-                            on_run=_nothing, on_communication=_nothing, reduce_gradients=False, traces=True)
+                            on_run=_nothing, on_communication=_nothing, on_loss=_nothing, reduce_gradients=False, traces=True)
     inputs = StepInputs(model.model, objective, params, buffers=[], accumulated=[], means=None, states=[], scalars=[],
                         scale=scale, calls=calls, group=None, divisor=1, plan="")
     return trace(run_gradients, compiler, model, inputs, batch, named)
 
 
-def _nothing() -> None:
+def _nothing(**_: Any) -> None:
     pass
 
 

@@ -216,11 +216,29 @@ def test_what_is_refused(name):
         make(net(), function, accumulate=2)(*batch(1, 4))
 
 
-def test_a_mean_and_a_scalar_are_not_accumulated_together():
-    step = make(net(), lambda m, x, y: objective(m, x, y) if len(x) == 2 else total(m, x, y), accumulate=2)
-    step(*batch(1, 4))
-    with pytest.raises(TypeError, match="some of the calls that accumulate"):
-        step(*(each[:1] for each in batch(1, 4)))
+@pytest.mark.parametrize("first", ["mean", "scalar"])
+@table(2, "accumulate, fallback", [(2, None), (3, None), (2, "transform")])
+def test_a_mean_and_a_scalar_are_not_accumulated_together(first, accumulate, fallback):
+    """And what is refused has changed nothing: the calls that accumulate go on, graphs that have run before included."""
+    def mixed(model, ids, labels):
+        if fallback and float(labels.sum()) == 0.5:
+            return None
+        return usual(model, ids, labels) if len(ids) == 2 else other(model, ids, labels)
+
+    usual, other = (objective, total) if first == "mean" else (total, objective)
+    model, expected = net(), net()
+    step, alone = (make(each, mixed, accumulate=accumulate, fallback=fallback) for each in (model, expected))
+    short = [each[:1] for each in batch(7, 10)]
+    for update in range(3):
+        for call in range(accumulate):
+            if call and update != 1:
+                with pytest.raises(TypeError, match="some of the calls that accumulate"):
+                    step(*short)
+            assert step(*batch(update + call, 4)) == alone(*batch(update + call, 4))
+        torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+        if update == 1:  # the other kind, which makes graphs of it
+            for _ in range(accumulate):
+                assert step(*short) == alone(*short)
 
 
 def test_code_of_inductor_weighs_as_well():
