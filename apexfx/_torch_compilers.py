@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import mark_static_address
 from torch._dynamo import run as run_cached_graphs
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import skip as dynamo_skip

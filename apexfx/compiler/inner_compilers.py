@@ -47,7 +47,13 @@ def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any
     if not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         raise ValueError("apexfx: inner='cudagraphs' was given for a model that is not on CUDA, where there are no CUDA graphs "
                          "to record; use inner='inductor' or move the model")
-    return _inductor(gm, example_inputs, backward, **patches, **{"triton.cudagraphs": True})
+    compiled = _inductor(gm, example_inputs, backward, **patches, **{"triton.cudagraphs": True})
+    return _cloning(compiled) if backward.is_train_step else compiled
+
+
+def _cloning(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return clones of what a CUDA graph of a step returns, over which it writes in the next call: a loss may be kept."""
+    return lambda *args: [out.clone() if isinstance(out, torch.Tensor) else out for out in compiled(*args)]
 
 
 def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:

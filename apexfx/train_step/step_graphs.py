@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import set_grad_enabled, tensor_version
-from .._torch_compilers import dynamo_config, guard_classes, run_cached_graphs
+from .._torch import set_grad_enabled, tensor_version, tree_leaves
+from .._torch_compilers import dynamo_config, guard_classes, mark_static_address, run_cached_graphs
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
 from ..compiler.rewritten_graph import WeakBackend
@@ -123,6 +123,8 @@ class StepGraphs:
     def _compile_and_run(self, variant: _Variant, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         warn_of_eval_mode(self._parts.model, self._parts.report)
         self._state.prepare()
+        if self._parts.options.config.inner == "cudagraphs":
+            self._fix_addresses()
         gradients = grad_versions(self._state.lists.params)
         self._state.keep_buffers()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
@@ -132,6 +134,17 @@ class StepGraphs:
         if grad_versions(self._state.lists.params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
         return outputs
+
+    def _fix_addresses(self) -> None:
+        """Have Inductor know that what a step writes stays where it is: else it records no CUDA graph, and tells a log alone.
+
+        Where something has moved all the same, another graph is recorded.
+        """
+        inputs = self._state.inputs()
+        written = [inputs[name] for name in ("params", "buffers", "means", "states", "scalars", "scale")]
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, Tensor):
+                mark_static_address(tensor, guard=False)
 
 
 def grad_versions(params: Sequence[Tensor]) -> list[Any]:

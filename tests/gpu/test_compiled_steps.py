@@ -74,6 +74,20 @@ def test_a_step_of_transform_waits_for_nothing(inner, device):
     without_syncs(lambda: losses(compiled, optimizer, x, y, steps=1), device)
 
 
+def test_a_step_is_one_cuda_graph(device):
+    skip_where_it_cannot_run("cudagraphs", device)
+    model, x, y = build(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step = apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O1", max_grad_norm=1.0, inner="cudagraphs")
+    kept = [step(x, y) for _ in range(8)]  # which the next call does not write over
+    assert len({float(loss) for loss in kept}) > 4 and kept[-1] < kept[0]
+    with torch.profiler.profile() as profiler:
+        step(x, y)
+        torch.cuda.synchronize()
+    launches = [event.name for event in profiler.events() if "Launch" in event.name]
+    assert launches.count("cudaGraphLaunch") == 1 and len(launches) < 10, launches
+
+
 @INNER
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_train_step_trains_and_waits_for_nothing(dtype, inner, device):
