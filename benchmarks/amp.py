@@ -3,17 +3,26 @@
     python benchmarks/amp.py                                              # three small models, four optimizers
     python benchmarks/amp.py --models resnet50 bert --repeats 1           # real sizes
     python benchmarks/amp.py --processes 7 --json benchmarks/results/amp.json
+    python benchmarks/amp.py --models resnet50 bert --device cuda --profile benchmarks/results/amp_profile_cuda.json
 
 A line has the microseconds of a step of each, medians over the rounds; their ratio, ours / theirs, with its quartiles; and the
 ratio of each process. The two take turns within a process, which measures one model. One process differs from the next by a few
 percent, for its whole life: with `--processes`, every number is the median over that many. The bars: at most 1.25 on the small
 models, and at most 1.05 on real sizes.
+
+`--profile` says instead where the host's time goes: for a model and a side, ours or theirs, the milliseconds until a step has
+returned, the device idle before, and of the functions with the most time of their own under cProfile, which makes all of them
+slower, the calls and microseconds a step. The file is written behind each side; a later call goes on with its rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import statistics
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +30,7 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
+from kept_rows import KeptRows, in_processes, summary
 from torch import nn
 
 import apexfx
@@ -113,12 +123,19 @@ def autocast_step(make: Callable[[], nn.Module], optimizer: Any, dtype: torch.dt
 Row = dict[str, float]  # median microseconds a step, and the quartiles over rounds of ours / theirs within a round
 
 
+SIDES = {"ours": amp_step, "theirs": autocast_step}
+
+
+def batch_of(name: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = MODELS[name][1]
+    return torch.randn(shape, device=device), torch.randint(0, 10, shape[:1], device=device)
+
+
 def compare(name: str, kind: str, given: argparse.Namespace, dtype: torch.dtype) -> Row:
-    make, shape = MODELS[name]
-    ours, theirs = OPTIMIZERS[kind]
     device = given.device
-    data = (torch.randn(shape, device=device), torch.randint(0, 10, shape[:1], device=device))
-    steps = {"ours": amp_step(make, ours, dtype, device), "theirs": autocast_step(make, theirs, dtype, device)}
+    data = batch_of(name, device)
+    steps = {side: make(MODELS[name][0], optimizer, dtype, device)
+             for (side, make), optimizer in zip(SIDES.items(), OPTIMIZERS[kind])}
 
     def repeated(step: Callable[..., None]) -> Callable[[], None]:
         def run() -> None:
@@ -141,7 +158,50 @@ def measure(name: str, given: argparse.Namespace, dtype: torch.dtype) -> dict[st
     return {kind: compare(name, kind, given, dtype) for kind in given.optimizers}
 
 
-def main() -> None:
+def host_profile(name: str, side: str, given: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the host's time of a step, and by function."""
+    optimizer = dict(zip(SIDES, OPTIMIZERS["fused"]))[side]
+    step, data = SIDES[side](MODELS[name][0], optimizer, dtype, given.device), batch_of(name, given.device)
+    num_steps, profiler, host_s = given.rounds, cProfile.Profile(), []
+    for i in range(10 + 2 * num_steps):
+        if given.device == "cuda":
+            torch.cuda.synchronize()
+        if i >= 10 + num_steps:
+            profiler.enable()
+        begin = time.perf_counter()
+        step(*data)
+        host_s.append(time.perf_counter() - begin)
+        profiler.disable()
+    functions = [
+        {"function": f"{'/'.join(Path(file).parts[-3:])}:{line} {function}", "calls": calls / num_steps,
+         "own_us": 1e6 * own / num_steps, "total_us": 1e6 * total / num_steps}
+        for (file, line, function), (_, calls, own, total, _) in pstats.Stats(profiler).stats.items()]
+    return {"host_ms": 1e3 * statistics.median(host_s[10:10 + num_steps]),
+            "functions": sorted(functions, key=lambda row: -row["own_us"])[:60]}
+
+
+def profiles(given: argparse.Namespace, dtype: torch.dtype) -> None:
+    torch.set_num_threads(given.threads)
+    kept = KeptRows(given.profile, given.device)
+    for name in given.models:
+        for side in SIDES:
+            row = kept.row(name, side)
+            if "host_ms" not in row and "error" not in row:
+                kept.attempt(f"{name}, {side}", [row], lambda: row.update(host_profile(name, side, given, dtype)))
+
+
+def profile(given: argparse.Namespace, dtype: torch.dtype) -> int:
+    """Write `--profile`, and say what costs ours the most; return the exit status."""
+    in_processes(given.profile, profiles, given, dtype)
+    rows = [row for row in KeptRows(given.profile, given.device).rows if row["model"] in given.models]
+    for row in rows:
+        first = row["functions"][0] if "functions" in row else {"function": row.get("error"), "own_us": 0.0}
+        print(f"{row['model']:8} {row['variant']:6} host {row.get('host_ms', 0.0):.2f} ms a step; the most time of its own: "
+              f"{first['function']}, {first['own_us']:.0f} us")
+    return 1 if summary(rows) else 0
+
+
+def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=30)
@@ -151,8 +211,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(SMALL))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--json", type=Path, help="written to; rows of other models and optimizers in it stay")
+    parser.add_argument("--profile", type=Path)
     given = parser.parse_args()
     dtype = torch.bfloat16 if given.device == "cpu" else torch.float16
+    if given.profile is not None:
+        return profile(given, dtype)
     print(f"torch {torch.__version__}, {given.device}, {dtype}; microseconds a step, median of {given.rounds} rounds, "
           f"{given.processes} process(es)", flush=True)
     rows = harness.earlier_rows(given.json, {})
@@ -166,7 +229,8 @@ def main() -> None:
                   f"each process {' '.join(str(each['ratio']) for each in found)}", flush=True)
         harness.write_record(given.json, apexfx=apexfx.__version__, device=given.device, dtype=str(dtype), threads=given.threads,
                              rounds=given.rounds, repeats=given.repeats, processes=given.processes, rows=rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

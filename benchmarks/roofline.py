@@ -47,6 +47,9 @@ What these ops do is bound by memory: at best they take as long as a copy of the
 ours. Every row exceeds the cache; `benchmarks/ops.py` has them all, and says how it measures. Slow are batch norms of small NCHW
 images (7 x 7), which read a few bytes at a time: channels_last is the layout for those.
 
+Measured are these ops alone. Not measured are whole training steps, and not run are NCCL and a training step as a CUDA graph:
+`make gpu-check` begins with them ([the check on a device](build.md#the-check-on-a-device)), and no device has run that since.
+
 {source}
 
 {table}

@@ -58,8 +58,11 @@ SHORT = (  # in order of worth
     "programs.py --programs distillation --rounds 5 --json results/programs.json",
     "derivatives.py --programs forces --rounds 10 --environment ../../build/jax --json results/derivatives.json",
     "xentropy.py --rows 32 --rounds 1",
+    "whole_steps.py bert --device cpu --tiny --inner eager --json results/whole_steps_cpu.json",
+    "one_rank.py --device cpu --inner eager --json results/one_rank_cpu.json",
 )
-NO_BENCHMARKS = ("jax_derivatives.py", "jax_models.py", "roofline.py", "run_all.py")  # run by others; a page from a record; this
+# run by others; a page and a picture from a record; this
+NO_BENCHMARKS = ("jax_derivatives.py", "jax_models.py", "roofline.py", "loss_curves.py", "run_all.py")
 
 # Record -> what is compared of a row of it: more is better.
 RATIO: dict[str, Callable[[dict[str, Any]], float]] = {

@@ -14,8 +14,8 @@ Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and 
     transform        apexfx.transform(model), over ranks with ddp=True, and FusedAdam, which clips by itself
     train_step       apexfx.train_step() with torch's AdamW
 
-`--batches N`: batches N times as large, as a GPU wants them. `--cpp-wrapper`: all but eager have Inductor call its kernels from
-C++, and their rows say so. At O1 and O2, in `--dtype` bfloat16 or float16, the first two run under autocast, of float16 with a
+Whole steps on a GPU are those of whole_steps.py. `--cpp-wrapper`: all but eager have Inductor call its kernels from C++, and
+their rows say so. At O1 and O2, in `--dtype` bfloat16 or float16, the first two run under autocast, of float16 with a
 GradScaler. Columns: median milliseconds of a step, of the slower rank; torch.compile / this in the same turn (above 1 is
 faster), the median with its 95 % interval; whether that lies above 1, below, or neither: "undecided". They take turns: a step
 of a large model, ten of a small one, whose weights then stay in the caches as in training. `--memory`: the MiB by which the
@@ -97,12 +97,12 @@ SMALL = ("mlp", "cnn", "encoder")
 
 
 def by_hand(wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> Callable[..., Step]:
-    def make(model: nn.Module, options: dict[str, Any], device: str, clip: bool) -> Step:
+    def make(model: nn.Module, options: dict[str, Any], clip: bool) -> Step:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         dtype = options.get("dtype", torch.float32)
         wrapped = wrap(model, options["inner_options"])
-        scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
-        half = torch.autocast(device, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+        half = torch.autocast("cpu", dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
         def step(x: Tensor, y: Tensor) -> None:
             with half:
@@ -123,10 +123,10 @@ def _over_ranks(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
-def transformed(model: nn.Module, options: dict[str, Any], device: str, clip: bool) -> Step:
+def transformed(model: nn.Module, options: dict[str, Any], clip: bool) -> Step:
     optimizer = FusedAdam(model.parameters(), lr=1e-4, max_grad_norm=1.0 if clip else None)
     compiled = apexfx.transform(model, ddp=dist.is_initialized(), **options)
-    scaler = torch.amp.GradScaler(device, enabled=options.get("dtype") == torch.float16)
+    scaler = torch.amp.GradScaler("cpu", enabled=options.get("dtype") == torch.float16)
 
     def step(x: Tensor, y: Tensor) -> None:
         loss = F.cross_entropy(compiled(x), y)
@@ -138,7 +138,7 @@ def transformed(model: nn.Module, options: dict[str, Any], device: str, clip: bo
     return step
 
 
-def whole(model: nn.Module, options: dict[str, Any], device: str, clip: bool, **more: Any) -> Step:
+def whole(model: nn.Module, options: dict[str, Any], clip: bool, **more: Any) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return apexfx.train_step(model, F.cross_entropy, optimizer, max_grad_norm=1.0 if clip else None, ddp=dist.is_initialized(),
                              **options, **more)
@@ -160,12 +160,12 @@ def label(name: str, level: str, given: argparse.Namespace) -> str:
 def build(name: str, variant: str, level: str, given: argparse.Namespace) -> tuple[Step, Batch]:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
-    model, x = make().to(given.device), torch.cat([inputs() for _ in range(given.batches)]).to(given.device)
+    model, x = make(), inputs()
     options = {"opt_level": level, "inner_options": {"cpp_wrapper": True} if given.cpp_wrapper else {}}
     if level != "O0":
         options["dtype"] = getattr(torch, given.dtype)
-    step = VARIANTS[variant](model, options, given.device, not given.no_clip)
-    return step, (x, torch.randint(0, 10, (len(x),), device=given.device))
+    step = VARIANTS[variant](model, options, not given.no_clip)
+    return step, (x, torch.randint(0, 10, (len(x),)))
 
 
 def measure(name: str, level: str, given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -180,7 +180,7 @@ def measure(name: str, level: str, given: argparse.Namespace) -> list[dict[str, 
     steps = 10 if name in SMALL else 1
     candidates = {variant: lambda step=step, batch=batch: [step(*batch) for _ in range(steps)]
                   for variant, (step, batch) in made.items()}
-    times = harness.interleave(candidates, rounds=given.rounds, device=given.device,
+    times = harness.interleave(candidates, rounds=given.rounds,
                                before=(lambda _: dist.barrier()) if dist.is_initialized() else None)
     if dist.is_initialized():
         times = {variant: harness.slowest(taken) for variant, taken in times.items()}
@@ -259,8 +259,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--cpp-wrapper", action="store_true")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--mbytes-per-s", type=float)
     parser.add_argument("--threads", type=int, default=1)

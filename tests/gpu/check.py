@@ -3,18 +3,19 @@
     python3 tests/gpu/check.py [--results DIR] [--only STEP ...] [--skip-build] [--fresh] [--dry-run]
 
 Needs a python3 with torch and pytest, and nvcc. Whatever becomes of a step, the next one runs, but for the first ones: without
-every library and every CUDA kernel the rest would say nothing. Each has a share of the budget, and leaves what it does not need
-to those after it. What is past its time is interrupted, so that pytest still prints what failed, and killed five seconds later
-with all of its children.
+every library and every CUDA kernel the rest would say nothing. Whole training steps come next, and have all of the budget in
+shares; each leaves what it does not need to those after it, and the tests of kernels run in what is left. What is past its time
+is interrupted, so that pytest still prints what failed, and killed five seconds later with all of its children.
 
 Results are JSON files: gpu_check.json says how every step ended, the others grow row by row. They are written into DIR, and
-copied behind every step to out/gpu_check/cuda and, once there is a device, to benchmarks/results. A later call that finds them in
+copied every few seconds to out/gpu_check/cuda and, once there is a device, to benchmarks/results. A later call that finds them in
 one of the three goes on where this one stopped: a step that ended by itself stays as it is, unless a file that it reads has
 changed, another device is there, or `--only` or `--fresh` ask for it; tables get the rows they lack. So on a machine that is
-given back, copy DIR to benchmarks/results before the next call.
+given back, copy DIR to benchmarks/results before the next call, and what is no JSON to out/gpu_check/cuda: a trace, and
+inductor_cache.tar.xz, by which that call need not compile again what this one has.
 
-`--dry-run` rehearses without a device, in two minutes: it runs the same commands in a copy of the sources, on the CUDA sources
-emulated on the CPU; the benchmarks, on the CPU's own kernels. Nothing of it is a measurement, and it copies nothing.
+`--dry-run` rehearses without a device: it runs the same commands in a copy of the sources, on the CUDA sources emulated on the
+CPU; the benchmarks, on the CPU's own kernels and tiny models. Nothing of it is a measurement, and it copies nothing.
 
 Exit status 1 where a step failed, wrote no row, or did not come to its end; in a dry run, also where one was skipped.
 """
@@ -31,8 +32,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,9 @@ from typing import Any
 BEGIN = time.monotonic()  # torch is imported by the steps alone
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED, WORK = ROOT / "benchmarks/results", ROOT / "out/gpu_check"
-RECORD = "gpu_check.json"
+RECORD, CACHE, TRACE = "gpu_check.json", "inductor_cache.tar.xz", "one_rank_trace.json.gz"
 LEAST_S = 5.0  # with less time left no step is started
+COPY_S = 3.0  # from one copy of the results to the next
 GRACE_S = 5.0  # between an interrupt and the kill, and for the kill itself
 RESERVE_S = 200.0  # which a required step leaves to the others
 STAND_IN = "no device: the CUDA sources emulated on the CPU and, for the tables, the CPU's own kernels, in their place"
@@ -66,6 +69,7 @@ class Step:
         reads: the files and folders that decide what it does, besides its command.
         required: whether nothing runs once it failed; runs in every call.
         writes: the JSON file that it extends row by row.
+        model: whose rows of that file are its own; "" where all are.
         refusals: texts with which the machine, not the code, says no.
         folder: where it runs.
     """
@@ -76,6 +80,7 @@ class Step:
     reads: tuple[str, ...] = ()
     required: bool = False
     writes: str = ""
+    model: str = ""
     refusals: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     folder: Path = ROOT
@@ -95,6 +100,7 @@ def steps(results: Path, dry: bool = False) -> list[Step]:
     """List the steps in order of worth; the shares add up to the budget."""
     device, emulated = ("cpu", WORK / "dry_run/sources") if dry else ("cuda", ROOT)
     few = ("--every", "12") if dry else ()
+    package = ("csrc", "apexfx", "benchmarks/harness.py", "benchmarks/kept_rows.py", "benchmarks/device_trace.py")
 
     def script(path: str, *arguments: str) -> tuple[str, ...]:
         return (sys.executable, path, *arguments)
@@ -103,33 +109,49 @@ def steps(results: Path, dry: bool = False) -> list[Step]:
         command = script(f"benchmarks/{path}.py", "--device", device, *arguments, "--json", str(results / file))
         return Step(name, command, share_s, ("benchmarks/harness.py", f"benchmarks/{path}.py", *reads), writes=file)
 
-    def tests(name: str, share_s: float, path: str, *reads: str) -> Step:
+    def whole(model: str, share_s: float) -> Step:
+        tiny = ("--tiny", "--inner", "inductor" if model == "resnet50" else "eager") if dry else ()  # one of them by Inductor
+        file = f"whole_steps_{device}.json"
+        command = script("benchmarks/whole_steps.py", model, "--device", device, *tiny, "--json", str(results / file))
+        return Step(model, command, share_s, (*package, "benchmarks/whole_steps.py"), writes=file, model=model,
+                    environment={"TORCH_LOGS": "perf_hints"})  # which say why something is not recorded in a CUDA graph
+
+    def tests(name: str, path: str, *reads: str) -> Step:
         options = ("-q", "-p", "no:cacheprovider", "--tb=short", "-rfs", "--maxfail=10", "-o", "faulthandler_timeout=30", *few)
         command = (sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{path}.py")
-        return Step(name, command, share_s, (*KERNELS, f"tests/gpu/test_{path}.py", *reads), folder=emulated)
+        return Step(name, command, 0.0, (*KERNELS, f"tests/gpu/test_{path}.py", *reads), folder=emulated)
 
     libraries, torch = ("apexfx/_C_cpu.so", "apexfx/_C_cuda.so"), Path(importlib.util.find_spec("torch").origin).parent
     build = script("csrc/compile_ops.py", "all", "--arch", "native")
     rows: tuple[str, ...] = ("--seconds", "50")
     models: tuple[str, ...] = ("--rounds", "10", "--repeats", "5", "--models", "resnet50", "bert")
+    one_rank: tuple[str, ...] = ("--trace", str(results / TRACE))
     if dry:
         libraries = libraries[:1]
         build = script("tests/cuda_emulation/emulate.py", "build", *libraries)
         rows = ("--seconds", "5", "--only", "ops_norm rms_norm float32 512")
         models = ("--rounds", "2", "--repeats", "1", "--models", "mlp")
+        one_rank = (*one_rank, "--inner", "eager")
     return [
         Step("build", build, 60.0, ("csrc", "apexfx/ops"), required=True, folder=emulated),
         Step("load", script("tests/gpu/loaded.py", device), 20.0, required=True, folder=emulated),
-        Step("audit", script("csrc/audit.py", *libraries, "--torch", str(torch)), 10.0, KERNELS, folder=emulated),
-        tests("list ops", 40.0, "list_ops", "tests/ops"),
-        tests("norms", 30.0, "norm_kernels"),
-        tests("batch norms", 45.0, "batch_norm_kernels", "tests/ops"),
-        tests("optimizers", 20.0, "optimizer_classes", "apexfx/optimizers", "tests/optimizers"),
-        table("op table", 100.0, "ops", f"ops_{device}.json", "--missing", *rows,
+        whole("gpt2", 150.0),
+        whole("resnet50", 140.0),
+        whole("bert", 90.0),
+        table("one rank", 45.0, "one_rank", f"one_rank_{device}.json", *one_rank, reads=package),
+        Step("amp host time", script("benchmarks/amp.py", "--device", device, *models, "--profile",
+                                     str(results / f"amp_profile_{device}.json")), 25.0, (*package, "benchmarks/amp.py"),
+             writes=f"amp_profile_{device}.json"),
+        Step("audit", script("csrc/audit.py", *libraries, "--torch", str(torch)), 0.0, KERNELS, folder=emulated),
+        tests("list ops", "list_ops", "tests/ops"),
+        tests("norms", "norm_kernels"),
+        tests("batch norms", "batch_norm_kernels", "tests/ops"),
+        tests("optimizers", "optimizer_classes", "apexfx/optimizers", "tests/optimizers"),
+        table("op table", 0.0, "ops", f"ops_{device}.json", "--missing", *rows,
               reads=(*KERNELS, "apexfx/optimizers", *(f"benchmarks/op{name}.py" for name in
                                                       ("_row", "s_norm", "s_batch_norm", "s_optimizers")))),
-        tests("compiled steps", 55.0, "compiled_steps", "apexfx"),
-        table("end to end", 30.0, "amp", f"amp_{device}.json", "--optimizers", "fused", *models, reads=("csrc", "apexfx")),
+        tests("compiled steps", "compiled_steps", "apexfx"),
+        table("end to end", 0.0, "amp", f"amp_{device}.json", "--optimizers", "fused", *models, reads=("csrc", "apexfx")),
         *sanitizers(device, emulated),
     ]  # fmt: skip
 
@@ -137,19 +159,21 @@ def steps(results: Path, dry: bool = False) -> list[Step]:
 def sanitizers(device: str, folder: Path) -> Iterator[Step]:
     """Yield the steps that look for wrong accesses: compute-sanitizer, on the CPU its script alone."""
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    for name, share_s, families in (("memcheck", 120.0, ()), ("racecheck", 0.0, ("norms", "batch_norms", "reductions"))):
+    for name, families in (("memcheck", ()), ("racecheck", ("norms", "batch_norms", "reductions"))):
         options = ("--tool", name, "--error-exitcode", "9", "--kernel-regex", "kns=apexfx", "--report-api-errors", "no")
         program = (sys.executable, "tests/gpu/sanitize.py", device, *families)
-        yield Step(name, program if device == "cpu" else (tool, *options, *program), share_s,
+        yield Step(name, program if device == "cpu" else (tool, *options, *program), 0.0,
                    (*KERNELS, "tests/gpu", "tests/ops"), refusals=SANITIZER_REFUSALS,
                    environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, folder=folder)  # fmt: skip
 
 
-def run(step: Step, limit_s: float, environment: dict[str, str], log: Path) -> Record:
-    """Run one step, with nothing of it left behind; return how it ended."""
+def run(step: Step, limit_s: float, environment: dict[str, str], log: Path,
+        meanwhile: Callable[[], None] = lambda: None) -> Record:
+    """Run one step, with nothing of it left behind, and `meanwhile` every few seconds; return how it ended."""
     record: Record = {"step": step.name, "status": "running", "says": "", "seconds": 0.0, "command": list(step.command)}
     begin, late, code = time.monotonic(), False, 127
     path = os.pathsep.join(filter(None, [str(step.folder), environment.get("PYTHONPATH")]))
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(step.command, cwd=step.folder, env=environment | step.environment | {"PYTHONPATH": path},
@@ -160,10 +184,11 @@ def run(step: Step, limit_s: float, environment: dict[str, str], log: Path) -> R
             output.write(f"not started: {error}\n".encode())
         else:
             try:
-                process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                late = True
-                signal_group(process, signal.SIGINT)
+                while not late and not ended_within(process, min(COPY_S, max(begin + limit_s - time.monotonic(), 0.0))):
+                    late = time.monotonic() >= begin + limit_s
+                    meanwhile()
+                if late:
+                    signal_group(process, signal.SIGINT)
             finally:
                 signal_group(process, signal.SIGKILL)
             code = process.returncode
@@ -181,19 +206,25 @@ def run(step: Step, limit_s: float, environment: dict[str, str], log: Path) -> R
     return record | {"seconds": round(time.monotonic() - begin, 1), "output": text[-20_000:]}
 
 
+def ended_within(process: subprocess.Popen, seconds: float) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode is not None
+
+
 def signal_group(process: subprocess.Popen, number: signal.Signals) -> None:
     """Send a signal to a step and its children, and wait for the step, not for ever: a hung driver keeps even what is killed."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
+    ended_within(process, GRACE_S)
 
 
-def num_rows(table: Path) -> int:
-    """Return how many rows a table has, 0 where it cannot be read."""
+def num_rows(table: Path, model: str = "") -> int:
+    """Return how many rows a table has, or a model in it; 0 where it cannot be read."""
     try:
         content = json.loads(table.read_text())
-        return len(content["rows"] if isinstance(content, dict) else content)
+        rows = content["rows"] if isinstance(content, dict) else content
+        return sum(row["model"] == model for row in rows) if model else len(rows)
     except (OSError, ValueError, KeyError):
         return 0
 
@@ -204,6 +235,7 @@ class Results:
     def __init__(self, planned: list[Step], folder: Path, copies: list[Path], stands_in: str, fresh: bool):
         self.folder, self.copies = folder, [copy for copy in copies if copy != folder]
         self.tables = {step.writes for step in planned} - {""}
+        self.files = {RECORD, TRACE, CACHE, *self.tables}
         self.sources = {step.name: step.sources() for step in planned}
         for path in (folder, *self.copies):
             path.mkdir(parents=True, exist_ok=True)
@@ -212,14 +244,14 @@ class Results:
             earlier = read_record(place / RECORD)
             if earlier.get("stands_in") == stands_in:
                 self.record |= {"machine": earlier["machine"], "steps": earlier["steps"]}
-                for table in self.tables:
-                    if (place / table).exists() and place != folder:
-                        shutil.copy(place / table, folder / table)
+                for name in self.files - {RECORD}:
+                    if place != folder and (place / name).exists():
+                        shutil.copy(place / name, folder / name)
                 break
         by_name = {record["step"]: record for record in self.record["steps"]}
         for step in planned:
-            if step.writes and by_name.get(step.name, {}).get("sources") != self.sources[step.name]:
-                self.forget(step.writes)
+            if by_name.get(step.name, {}).get("sources") != self.sources[step.name]:
+                self.forget(step)
 
     def ended(self, step: Step) -> bool:
         """Tell whether the step, as it is now, came to its end in this or an earlier call."""
@@ -235,21 +267,32 @@ class Results:
 
     def write(self) -> None:
         write_whole(self.folder / RECORD, json.dumps(self.record, indent=1).encode())
+        self.copy()
+
+    def copy(self) -> None:
+        """Copy what is there; what is no JSON is not committed."""
         for copy in self.copies:
             if copy != COMMITTED or self.record["machine"]:
-                for name in (RECORD, *self.tables):
-                    if (self.folder / name).exists():
+                for name in self.files:
+                    if (self.folder / name).exists() and (copy != COMMITTED or name.endswith(".json")):
                         write_whole(copy / name, (self.folder / name).read_bytes())
 
-    def forget(self, table: str) -> None:
-        (self.folder / table).unlink(missing_ok=True)
+    def forget(self, step: Step) -> None:
+        """Drop the rows of a step."""
+        path = self.folder / step.writes
+        if step.model and num_rows(path):
+            content = json.loads(path.read_text())
+            content["rows"] = [row for row in content["rows"] if row["model"] != step.model]
+            write_whole(path, json.dumps(content, indent=1).encode())
+        elif step.writes:
+            path.unlink(missing_ok=True)
 
     def on(self, machine: Record) -> None:
         """Say which machine this is; what another one measured is left out from now on."""
         if self.record["machine"] not in ({}, machine):
             self.record["steps"] = [step for step in self.record["steps"] if step["step"] == "build"]
-            for table in self.tables:
-                self.forget(table)
+            for name in self.tables:
+                (self.folder / name).unlink(missing_ok=True)
         self.record["machine"] = machine
 
 
@@ -276,14 +319,33 @@ def commit() -> str | None:
     return None
 
 
-def environment_of(device: str) -> dict[str, str]:
+def environment_of(device: str, cache: Path) -> dict[str, str]:
     """Return the variables of every step."""
-    environment = {**os.environ, "APEXFX_TEST_DEVICE": device, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "APEXFX_TEST_DEVICE": device, "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     if importlib.util.find_spec("tabulate") is None:
         (WORK / "tabulate").mkdir(parents=True, exist_ok=True)
         (WORK / "tabulate/tabulate.py").write_text(_TABULATE)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(WORK / "tabulate"), os.environ.get("PYTHONPATH")]))
     return environment
+
+
+def unpack_cache(results: Results, cache: Path) -> None:
+    """Have Inductor find what an earlier call has compiled, where its folder is gone."""
+    if not cache.exists() and (results.folder / CACHE).exists():
+        with tarfile.open(results.folder / CACHE) as archive:
+            archive.extractall(cache, filter="data")
+
+
+def pack_cache(results: Results, cache: Path) -> None:
+    """Keep Inductor's cache as one file; each of its graphs has its Triton kernels beside those in a folder of their own."""
+    if cache.exists():
+        fresh = results.folder / f".{CACHE}"
+        with tarfile.open(fresh, "w:xz", preset=3) as archive:
+            for path in sorted(cache.iterdir()):
+                if path.name != "triton":
+                    archive.add(path, path.name)
+        fresh.replace(results.folder / CACHE)
+        results.copy()
 
 
 def copy_sources(target: Path) -> None:
@@ -318,12 +380,12 @@ def check(planned: list[Step], again: bool, results: Results, budget_s: float, e
                 results.add({"step": step.name, "status": "not run", "says": f"not run: {why}", "seconds": 0.0})
                 print(f"== {step.name}: not run: {why}", flush=True)
             continue
-        if ended and step.writes:
-            results.forget(step.writes)
+        if ended:
+            results.forget(step)
         print(f"== {step.name}, at most {limit_s:.0f} s: {' '.join(step.command)}", flush=True)
         results.add({"step": step.name, "status": "running", "says": "cut short with the whole check", "seconds": 0.0})
-        record = run(step, limit_s, environment, results.folder / "running.log")
-        if step.writes and record["status"] == "ok" and not num_rows(results.folder / step.writes):
+        record = run(step, limit_s, environment, WORK / "running.log", results.copy)
+        if step.writes and record["status"] == "ok" and not num_rows(results.folder / step.writes, step.model):
             record |= {"status": "failed", "says": f"it wrote no row into {step.writes}"}
         if step.name == "load" and record["status"] == "ok":
             lines = record["output"].splitlines()
@@ -342,7 +404,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="STEP", help="load, and these steps, whether they ended or not")
     parser.add_argument("--skip-build", action="store_true", help="take the libraries that are there")
     parser.add_argument("--fresh", action="store_true", help="forget earlier calls")
-    parser.add_argument("--dry-run", action="store_true", help="rehearse every step without a device; starts afresh")
+    parser.add_argument("--dry-run", action="store_true", help="rehearse every step without a device")
     parser.add_argument("--budget-s", type=float, help="530; of a dry run 1200, for a machine that others use")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step at work is killed too
@@ -358,9 +420,14 @@ def main() -> int:
         planned = [step for step in planned if step.name != "build"]
     if dry and planned[0].name == "build":
         copy_sources(planned[0].folder)
-    results = Results(every, folder, [] if dry else [WORK / "cuda", COMMITTED], STAND_IN if dry else "", arguments.fresh or dry)
+    results = Results(every, folder, [] if dry else [WORK / "cuda", COMMITTED], STAND_IN if dry else "", arguments.fresh)
     budget_s = arguments.budget_s or (1200.0 if dry else 530.0)
-    check(planned, bool(arguments.only), results, budget_s, environment_of("cpu" if dry else "cuda"))
+    cache = WORK / ("dry_run/inductor" if dry else "inductor")
+    unpack_cache(results, cache)
+    try:
+        check(planned, bool(arguments.only), results, budget_s, environment_of("cpu" if dry else "cuda", cache))
+    finally:
+        pack_cache(results, cache)
     by_name = {record["step"]: record for record in read_record(folder / RECORD)["steps"]}
     ended = [by_name[step.name] for step in planned]
     machine = results.record["machine"].get("device", "an unknown machine")
