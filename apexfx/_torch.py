@@ -71,8 +71,10 @@ dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 # A context that torch.profiler records by the name that it is made with.
 ProfilerSpan = torch._C._profiler._RecordFunctionFast
 
-# What a captured graph calls where the program switches gradients on or off.
+# What a captured graph calls where the program switches gradients or inference mode on or off.
 set_grad_enabled = torch._C._set_grad_enabled
+enter_inference_mode = torch.autograd.grad_mode._enter_inference_mode
+exit_inference_mode = torch.autograd.grad_mode._exit_inference_mode
 
 
 # A context in which ops compute in the dtypes that they are given, whatever torch.autocast is around it.

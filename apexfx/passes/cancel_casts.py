@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._torch import set_grad_enabled
+from ..graph.gradient_modes import ON, gradient_modes
 from ..graph.mutation import bodies, storages, written
 from ..graph.nodes import CAST_ROW, NAME, value
 from ..precision.casts import RemovedCast, dtype_of, is_inserted_cast, ledger_row, user_cast
@@ -29,9 +29,9 @@ _EXACT_IN = {
 class CancelCasts(Pass):
     """Drop casts to the same dtype and exact round trips, and let all uses of one value share one cast.
 
-    Nothing is shared or dropped across a write to the value, into or out of a no_grad region, or where the cast itself is
-    written. A cast down and up again (float32, bfloat16, float32) rounds, and stays. The forward keeps its bits; the gradients of
-    uses that share a cast add up in its dtype, as under autocast, which caches casts of weights.
+    Nothing is shared or dropped across a write to the value, into or out of a region of no_grad or inference mode, or where the
+    cast itself is written. A cast down and up again (float32, bfloat16, float32) rounds, and stays. The forward keeps its bits;
+    the gradients of uses that share a cast add up in its dtype, as under autocast, which caches casts of weights.
 
     Before:  a = _to_copy(w, bf16); y = linear(x, a); b = _to_copy(w, bf16); c = _to_copy(y, f32); d = _to_copy(c, bf16)
              z = linear(d, b)
@@ -78,27 +78,22 @@ class _Graph:
         self.gm = gm
         self.place: dict[fx.Node, int] = {}
         self.writes: dict[StorageWeakRef, list[int]] = defaultdict(list)
-        self.region: dict[fx.Node, int] = {}  # 0 where gradients are on, else a number of its own for each off-region
-        region, enabled = 0, True
+        self.mode = gradient_modes(gm.graph)
         for place, node in enumerate(gm.graph.nodes):
             self.place[node] = place
-            if node.target is set_grad_enabled:
-                enabled = bool(node.args[0])
-                region = 0 if enabled else place
-            self.region[node] = region
             for source in written(node):
                 for storage in storages(value(source)):
                     self.writes[storage].append(place)
 
     def cancel(self) -> bool:
-        seen: dict[tuple[fx.Node, torch.dtype, int], fx.Node] = {}
+        seen: dict[tuple[fx.Node, torch.dtype, str], fx.Node] = {}
         changed = False
         for node in list(self.gm.graph.nodes):
             if not is_inserted_cast(node) or not isinstance(value(node), Tensor) or value(node).dtype not in FLOATS:
                 continue
             why, instead = self._replacement(node, seen)
             if instead is None:
-                seen[(node.args[0], value(node).dtype, self.region[node])] = node
+                seen[(node.args[0], value(node).dtype, self.mode[node])] = node
                 continue
             source = node.args[0]
             self.pass_.drop(node, instead, why)
@@ -119,7 +114,7 @@ class _Graph:
                     and value(origin).device == value(cast).device \
                     and not self._written_after(source, -1) and not self._written_after(origin, self.place[source]):
                 return "exact round trip", origin
-        earlier = seen.get((source, dtype, self.region[cast]))
+        earlier = seen.get((source, dtype, self.mode[cast]))
         if earlier is not None and not self._written_after(earlier, -1) \
                 and not self._written_after(source, self.place[earlier], until=now):
             return "cast before", earlier
@@ -127,7 +122,7 @@ class _Graph:
 
     def _plain(self, cast: fx.Node) -> bool:
         # Under no_grad the cast also detaches; its source does not.
-        return self.region[cast] == 0
+        return self.mode[cast] is ON
 
     def _written_after(self, node: fx.Node, place: int, *, until: int | None = None) -> bool:
         return any(

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import HigherOrderOperator, below_functorch, free_unbacked_symbols, set_grad_enabled, tree_leaves, tree_map
+from .._torch import HigherOrderOperator, below_functorch, free_unbacked_symbols, tree_leaves, tree_map
 from ..errors import PassError
+from ..graph.gradient_modes import gradient_modes
 from ..graph.mutation import body_of, storages, written, written_storages
 from ..graph.nodes import RULE, call, evaluate, op_name, set_value, signature, value
 from ..graph.op_names import canonical_name
@@ -32,11 +33,17 @@ from ..precision.rules import FLOATS, FOREIGN, HALVES, SAME_DATA_FAMILIES, Rule,
 _CAPTURED = "the dtypes it was captured with"
 
 
-def enters_autocast(node: fx.Node, *, enabled: bool = True) -> bool:
-    """Return whether a region begins at `node` in which torch.autocast is on, or with `enabled=False`, off."""
+def autocast_region(node: fx.Node) -> tuple[str, bool] | None:
+    """Return the device for which `node` switches torch.autocast, and whether on or off; None for what begins no such region."""
     if node.op != "call_function" or canonical_name(node.target) != "_enter_autocast":
-        return False
-    return bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)) is enabled
+        return None
+    device, _, enabled, _ = node.args
+    return str(device), bool(enabled)
+
+
+def device_types(values: Any) -> set[str]:
+    """Return where the tensors in `values` are: "cpu", "cuda"."""
+    return {leaf.device.type for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
 
 
 class CastInserter:
@@ -52,6 +59,7 @@ class CastInserter:
     Attributes:
         changed: nodes whose value is another than the captured one.
         edited: whether anything but casts was changed.
+        not_cast: nodes that would be cast, were they not in a region of torch.autocast(enabled=False).
     """
 
     def __init__(
@@ -71,31 +79,31 @@ class CastInserter:
         self.user_casts: set[fx.Node] = set()  # cast to float32 by the user's code, perhaps viewed since
         self.float32_limits: set[fx.Node] = set()  # hold finite numbers beyond half's range: additive masks
         self.visited_bodies: set[int] = set()
-        self.saturated: dict[tuple[fx.Node, torch.dtype, fx.Node | None], fx.Node] = {}
+        self.saturated: dict[tuple[fx.Node, torch.dtype, str], fx.Node] = {}
         self.unrecorded: list[tuple[fx.Node, CastRow]] = []
-        self.no_grad: fx.Node | None = None  # the node that switched gradients off, inside such a region
+        self.modes: dict[fx.Node, str] = {}
+        self.regions: dict[fx.Node, str] = {}  # where torch.autocast is switched off around a node, and for which device
+        self.not_cast: list[fx.Node] = []
         self.levels: list[fx.Node] = []  # the nodes that opened the transforms of torch.func around a node
         self.body = ""
         self.edited = False
 
     def rewrite(self, gm: fx.GraphModule) -> None:
         """Visit the nodes of `gm`, and of the bodies that a pass may rewrite, in order."""
-        regions: set[fx.Node] = set()
+        self.modes.update(gradient_modes(gm.graph))
         for node in list(gm.graph.nodes):
             if node.op not in ("call_function", "call_method"):
                 continue
-            if enters_autocast(node, enabled=False):
-                regions.add(node)
+            if (region := autocast_region(node)) and not region[1]:
+                self.regions[node] = region[0]
             elif node.op == "call_function" and canonical_name(node.target) == "_exit_autocast":
-                regions.discard(node.args[0])
+                self.regions.pop(node.args[0], None)
             elif node.op == "call_function" and (name := canonical_name(node.target)).endswith("crement_nesting"):
                 self.levels.append(node) if name.endswith("_increment_nesting") else self.levels.pop()
-            elif node.target is set_grad_enabled:
-                self.no_grad = None if node.args[0] else node
             elif isinstance(node.target, HigherOrderOperator):
                 self._higher_order(node)
             else:
-                self._node(node, casts_off=bool(regions) and self.policy.level.patch_ops)
+                self._node(node)
         self.edited |= argument_marks.take_out(gm.graph)
 
     def restore_outputs(self, gm: fx.GraphModule) -> None:
@@ -146,10 +154,10 @@ class CastInserter:
         set_value(again, evaluate(again, self.mode))
         return again
 
-    def _node(self, node: fx.Node, *, casts_off: bool) -> None:
+    def _node(self, node: fx.Node) -> None:
         cast_to = user_cast(node)
         name = canonical_name(node.target)
-        rule = self._rule(node, name, casts_off=casts_off)
+        rule = self._rule(node, name)
         self._follow(node, name, rule, cast_to)
         node.meta.pop(RULE, None)  # what is inserted for the node is not to inherit it
         # A gradient comes in the dtype of what it belongs to, whatever the dtype of what is differentiated.
@@ -184,9 +192,10 @@ class CastInserter:
             self.record(cast, row)
         self.unrecorded.clear()
 
-    def _rule(self, node: fx.Node, name: str, *, casts_off: bool) -> Rule:
+    def _rule(self, node: fx.Node, name: str) -> Rule:
         rule = self.policy.rule(node)
-        if casts_off and rule.kind in ("half", "float", "banned"):
+        if self.policy.level.patch_ops and rule.kind in ("half", "float", "banned") and self._in_a_region_without_casts(node):
+            self.not_cast.append(node)
             kind = "half_if_mixed" if rule.kind == "half" else "promote"
             return Rule(kind, "inside autocast(enabled=False): only what would not fit together is cast", rule.family)
         if self.policy.level.patch_ops:
@@ -194,6 +203,10 @@ class CastInserter:
             if left_to_user(rule, [dtype_of(n) for n in operands], [n in self.user_casts for n in operands]):
                 return Rule("passthrough", "the user's code made every operand float32", rule.family)
         return rule
+
+    def _in_a_region_without_casts(self, node: fx.Node) -> bool:
+        off = set(self.regions.values())
+        return bool(off) and not off.isdisjoint(device_types([value(n) for n in (node, *node.all_input_nodes)]))
 
     def _follow(self, node: fx.Node, name: str, rule: Rule, cast_to: torch.dtype | None) -> None:
         """Carry the two properties of values that decisions further down depend on."""
@@ -245,7 +258,7 @@ class CastInserter:
         """Return `mask` with its finite values inside the range of `half`; made once, unless something writes it."""
         if dtype_of(mask) in HALVES:
             return mask
-        key = (mask, half, self.no_grad)
+        key = (mask, half, self.modes[node])
         if key not in self.saturated or storages(value(mask)) & self.written_memory:
             self.saturated[key] = insert_limits(mask, half, before=node, like=node, mode=self.mode)
             self.captured[self.saturated[key]] = self.captured.get(mask)
@@ -334,10 +347,9 @@ class CastInserter:
                 if operand in self.changed or signature(value(placeholder)) != signature(value(operand)):
                     self.changed.add(placeholder)
                 set_value(placeholder, value(operand))
-            outer = self.body, self.no_grad
-            self.body = str(node.args[0].target)
+            outer, self.body = self.body, str(node.args[0].target)
             self.rewrite(body)
-            self.body, self.no_grad = outer
+            self.body = outer
             body.recompile()
         new = fx.node.map_arg(body.graph.output_node().args[0], value)
         if isinstance(value(node), tuple) and isinstance(new, list):

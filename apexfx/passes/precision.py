@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .._torch import tree_leaves
 from ..config import OptLevel
 from ..graph.mutation import bodies
 from ..graph.nodes import CAST_ROW, KIND, NAME, fake_mode, module_paths, op_name, source_line, value
@@ -22,7 +21,7 @@ from ..precision.policy import Policy
 from ..precision.rules import HALVES
 from ..report.records import Artifacts
 from .base import Pass
-from .cast_inserter import CastInserter, enters_autocast
+from .cast_inserter import CastInserter, autocast_region, device_types
 from .model_casts import cast_entries
 
 log = logging.getLogger(__name__)
@@ -60,6 +59,7 @@ class Precision(Pass):
         self.uncovered: dict[str, str] = {}
         self.remarks: list[str] = []
         self.left_alone = ""
+        self.not_cast: list[fx.Node] = []
 
     def begin(self) -> None:
         super().begin()
@@ -81,7 +81,7 @@ class Precision(Pass):
         casts.rewrite(gm)
         casts.restore_outputs(gm)
         self._find_uncovered(captured, missed)
-        self.left_alone = _left_alone(gm, level)
+        self.left_alone, self.not_cast = _left_alone(gm, level), casts.not_cast
         if self.left_alone and (self.rows or self._halved_before(gm)):  # otherwise it is why nothing was rewritten
             self.remarks.append(self.left_alone)
         for text in self.remarks:
@@ -132,6 +132,9 @@ class Precision(Pass):
         floating = [n for n in floating if dtype_of(n)]
         if not floating:
             return "the graph has no floating tensor of 16, 32 or 64 bits"
+        if self.not_cast:
+            return (f"all that would be cast is inside of torch.autocast({device_types(value(self.not_cast[0])).pop()!r}, "
+                    f"enabled=False), around {source_line(self.not_cast[0])}")
         ops = sorted({op_name(n) for n in floating if n.op != "placeholder"})
         return (f"every op already gets the dtype its rule asks for, or has no rule ({', '.join(ops[:6])}"
                 f"{', ...' if len(ops) > 6 else ''})")
@@ -168,12 +171,12 @@ def _left_alone(gm: fx.GraphModule, level: OptLevel) -> str:
 
 def _refuse_autocast(gm: fx.GraphModule) -> None:
     """Raise ValueError where torch.autocast would cast what this pass has cast."""
-    devices = {leaf.device.type for n in gm.graph.nodes for leaf in tree_leaves(value(n)) if isinstance(leaf, Tensor)}
-    ambient = [d for d in sorted(devices) if d != "meta" and torch.is_autocast_enabled(d)]
-    inner = [n for body in bodies(gm) for n in body.graph.nodes if enters_autocast(n)]
+    devices = device_types([value(node) for node in gm.graph.nodes]) - {"meta"}
+    ambient = [d for d in sorted(devices) if torch.is_autocast_enabled(d)]
+    inner = [n for body in bodies(gm) for n in body.graph.nodes if autocast_region(n) in [(d, True) for d in devices]]
     if ambient or inner:
         where = f"torch.autocast({ambient[0]!r}) is active around the call" if ambient else \
-            f"the model enters torch.autocast itself (node {inner[0].name!r})"
+            f"the model enters torch.autocast({inner[0].args[0]!r}) itself, around {source_line(inner[0].next)}"
         raise ValueError(f"apexfx: {where}, and opt_level asks for casts too: every op would be cast twice. Leave the "
                          "autocast out, or use opt_level='O0'; torch.autocast(..., enabled=False) regions are fine")
 
