@@ -41,6 +41,7 @@ from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as aot_checkpoints
 from torch._functorch._aot_autograd import graph_compile as aot_graph_compile
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
+from torch._functorch.partitioners import default_partition
 from torch._inductor import config as inductor_config
 from torch._inductor import ir as inductor_ir
 from torch._inductor import lowering as inductor_lowering

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ from .._torch_compilers import (
     compile_fx,
     compile_fx_inner,
     count_calls,
+    default_partition,
     inductor_config,
     keep_kernels,
     keep_order_of_writes,
 )
+from ..graph.nodes import call, value
 from . import lowerings, torch_faults
 from .cache import compiled_by_one_rank
 
@@ -81,20 +84,41 @@ def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> 
         keep_saved_tensors()
         graph.graph.eliminate_dead_code()
         backward.on_forward(graph)
-        graph.recompile()
+        _copy_where_no_view_is(graph)
         backward.runs(graph)
         return _boxed(graph)
 
     def backward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graph.graph.eliminate_dead_code()
+        # Into both graphs the partitioner puts what reads no tensor, such as the random numbers of the forward.
+        graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure(impure_random=False))
         backward.run(graph)
-        graph.recompile()
+        _copy_where_no_view_is(graph)
         backward.runs(graph)
         return _boxed(graph)
 
-    compiler = aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler,
-                            keep_inference_input_mutations=True)
-    return compiler(gm, list(example_inputs))
+    return _as_eager(gm, example_inputs, fw_compiler=forward_compiler, bw_compiler=backward_compiler)
+
+
+def _as_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **compilers: Any) -> Callable[..., Any]:
+    """Run AOTAutograd such that the graphs draw what eager draws: random numbers that nothing reads, too."""
+    with inductor_config.patch(fallback_random=True):
+        return aot_autograd(**compilers, partition_fn=_partition, keep_inference_input_mutations=True)(gm, list(example_inputs))
+
+
+def _partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    for node in list(joint.graph.nodes):
+        if not node.users and isinstance(value(node), tuple):  # torch's takes what nothing reads for a tensor
+            with joint.graph.inserting_after(node):
+                call(joint.graph, operator.getitem, (node, 0), like=node)
+    return default_partition(joint, inputs, **options)
+
+
+def _copy_where_no_view_is(graph: fx.GraphModule) -> None:
+    """Let views become copies where a kernel has laid its result out otherwise than its fake one, as batch norm does."""
+    for view in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        for node in graph.graph.find_nodes(op="call_function", target=view):
+            node.target = torch.ops.aten.reshape.default
+    graph.recompile()
 
 
 def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -112,10 +136,10 @@ def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any,
     def compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         graph.graph.eliminate_dead_code()
         backward.run(graph)
-        graph.recompile()
+        _copy_where_no_view_is(graph)
         return boxed(lambda args: run(graph, list(args)))
 
-    return aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(gm, list(example_inputs))
+    return _as_eager(gm, example_inputs, fw_compiler=compiler)
 
 
 INNER: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _inductor, "eager": _eager, "cudagraphs": _cudagraphs}
