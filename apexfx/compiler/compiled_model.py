@@ -126,7 +126,12 @@ class CompiledModel:
             if trains:
                 sync.on_training_forward()
         before = graph_breaks_so_far()
-        result = self._run(model, args, kwargs)
+        try:
+            result = self._run(model, args, kwargs)
+        except BaseException:
+            if graph_breaks(before):  # of what raises while it is captured: Dynamo would leave its code to eager from now on
+                self._compile_anew()
+            raise
         if self._output_cast is not None:
             result = _cast_result(self._output_cast, result)
         if not self._checked:
@@ -191,11 +196,14 @@ class CompiledModel:
         """
         hooks = module_hooks(submodules)
         if self._checked and hooks != self._hooks:
-            self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
-            if self.compiler.gradient_sync is not None:
-                self._local = self._compiled(_again(self._forward), self._local_compiler)
-            self._checked, self._first_graph = False, len(self.report.graphs)
+            self._compile_anew()
         self._hooks = hooks
+
+    def _compile_anew(self) -> None:
+        self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
+        if self.compiler.gradient_sync is not None:
+            self._local = self._compiled(_again(self._forward), self._local_compiler)
+        self._checked, self._first_graph = False, len(self.report.graphs)
 
     def _asks_for_passes(self, model: nn.Module) -> bool:
         """Whether a call in eager would miss a cast, an average or a pass of the user's."""

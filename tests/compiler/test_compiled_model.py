@@ -198,3 +198,37 @@ def test_a_graph_that_the_inner_compiler_refused_is_not_in_the_report():
     model(x).sum().backward()
     assert [(graph.index, graph.training) for graph in model.report.graphs] == [(0, True)]
     assert model.report.stage("backward")
+
+
+class Raises(nn.Module):
+    """Raises where it is told to, behind a graph break or not."""
+
+    def __init__(self, breaks):
+        super().__init__()
+        self.body, self.breaks, self.error = nn.Linear(6, 6), breaks, None
+
+    def forward(self, x):
+        h = self.body(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        if self.error is not None:
+            raise self.error
+        return h @ h.t()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("error", [ValueError("no batch"), KeyboardInterrupt()], ids=["ValueError", "KeyboardInterrupt"])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_forward_that_has_raised_goes_on_in_its_dtypes(error, breaks, first):
+    source, x = Raises(breaks), torch.randn(5, 6)
+    expected = apexfx.transform(copy.deepcopy(source), inner="eager", opt_level="O1")(x)
+    assert not torch.equal(expected, source(x))
+    model = apexfx.transform(source, inner="eager", opt_level="O1")
+    if not first:
+        model(x)
+    model.error = error
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            model(x)
+    model.error = None
+    assert torch.equal(model(x), expected)
