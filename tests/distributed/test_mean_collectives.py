@@ -162,6 +162,26 @@ def train(rank, world_size, mix, style, accumulate, **options):
                                    atol=tolerance)
 
 
+@on_ranks(2)
+def test_calls_that_communicate_and_calls_that_do_not_make_up_one_update(rank, world_size):
+    """On rank 0 nothing is counted before the last call; it has gradients of what rank 1 has counted."""
+    def sometimes(model, x, labels, mixes):
+        model.mix = MIXES["sum" if mixes else "nothing"]
+        return objective(model, x, labels)
+
+    model, expected = Net("sum").double(), Net("sum", alone=True).double()
+    step = apexfx.train_step(model, objective=sometimes, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), ddp=True,
+                             opt_level="O0", inner="eager", accumulate=3)
+    every = [([batch(10 * place + each, count) for each, count in enumerate(counts)], mixes)
+             for place, (counts, mixes) in enumerate([((0, 3), True), ((0, 2), False), ((2, 0), True)])]
+    for row, mixes in every:
+        step(*row[rank], mixes)
+    totals = [sometimes(expected, *map(torch.cat, zip(*row)), mixes).terms[0][0] for row, mixes in every]
+    (sum(totals) / 7).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.5).step()
+    torch.testing.assert_close(list(model.parameters()), list(expected.parameters()), rtol=1e-10, atol=1e-10)
+
+
 def communicates(step):
     """Return whether the graph of the calls that accumulate, the first, holds a collective."""
     return "all_reduce" in step.report.code(stage="step", graph=0)
