@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import json
+import operator
 import re
 import time
 import traceback
@@ -35,7 +36,8 @@ from torch._dynamo.exc import (
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
-from torch._dynamo.variables import builder
+from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as aot_checkpoints
@@ -208,6 +210,73 @@ def break_places() -> list[tuple[str, list[traceback.FrameSummary]]]:
     return [(each.reason.partition("\n")[0], list(each.user_stack)) for each in graph_break_reasons if each.user_stack]
 
 
+def _select_numbers(tensor: TensorVariable, tx: Any, key: Any) -> tuple[TensorVariable, Any]:
+    """Return what of a tensor an index is of, and the index, without the numbers in it that are known when the graph runs only.
+
+    Those are 0-dim tensors of integers, which eager reads, and integers that were read: `table[:, k]` is `table.select(1, k)[:]`.
+    Dynamo (2.13) takes the latter alone, and only where it is the whole index.
+    """
+    entries, rest = list(key.items) if isinstance(key, TupleVariable) else [key], []
+    reads = (tx.one_graph or dynamo_config.capture_scalar_outputs) and _is_ours(innermost_backend(tx.output.compiler_fn))
+    if not reads or not any(map(_is_number, entries)):
+        return tensor, key
+    for place, entry in reversed([*enumerate(entries)]):
+        if not _is_number(entry):
+            rest.insert(0, entry)
+            continue
+        behind_dots = any(_constant(each) is ... for each in entries[:place])
+        dim = -1 - sum(map(_num_indexed, rest)) if behind_dots else sum(map(_num_indexed, entries[:place]))
+        number = entry.call_method(tx, "item", [], {}) if isinstance(entry, TensorVariable) else entry
+        tensor = tensor.call_method(tx, "select", [VariableTracker.build(tx, dim), number], {})
+    return tensor, TupleVariable(rest)
+
+
+def _is_ours(backend: object | None) -> bool:
+    return getattr(getattr(backend, "compiler_fn", None), "__module__", "").startswith("apexfx.")
+
+
+def _is_number(entry: Any) -> bool:
+    if isinstance(entry, TensorVariable):
+        return entry.ndim == 0 and entry.dtype is not None and entry.dtype != torch.bool and not entry.dtype.is_floating_point
+    return isinstance(entry, SymNodeVariable) and isinstance(entry.sym_num, torch.SymInt)
+
+
+def _num_indexed(entry: Any) -> int:
+    """Return how many dimensions an entry of an index is for."""
+    if isinstance(entry, TensorVariable):
+        return entry.ndim if entry.dtype == torch.bool else 1
+    return 0 if _constant(entry) in (None, ...) or isinstance(_constant(entry), bool) else 1
+
+
+def _constant(entry: Any) -> Any:
+    return entry.as_python_constant() if entry.is_python_constant() else entry
+
+
+def _read_by_numbers(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(trace)
+    def trace_operator(self: BuiltinVariable, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.fn is operator.getitem and isinstance(args[0], TensorVariable):
+            args = _select_numbers(args[0], tx, args[1])
+            if isinstance(args[1], TupleVariable) and not args[1].items:
+                return args[0]
+        return trace(self, tx, args, kwargs)
+
+    return trace_operator
+
+
+def _write_by_numbers(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(trace)
+    def trace_write(self: TensorVariable, tx: Any, key: Any, written: Any) -> Any:
+        tensor, rest = _select_numbers(self, tx, key)
+        version = self._get_fake_version()
+        result = trace(tensor, tx, rest, written)
+        if tensor is not self:  # whether it requires a gradient now
+            self._sync_if_inplace_mutation(tx, version, written.is_tensor())
+        return result
+
+    return trace_write
+
+
 class GeneratedCode(NamedTuple):
     """The code that Inductor has made of a graph.
 
@@ -247,3 +316,6 @@ def traced_code() -> list[types.CodeType]:
 
 for function in in_graphs:
     torch.compiler.allow_in_graph(function)
+BuiltinVariable._handle_insert_op_in_graph = _read_by_numbers(BuiltinVariable._handle_insert_op_in_graph)
+BuiltinVariable.call_function_handler_cache.clear()  # it holds what was there before
+TensorVariable.method___setitem__ = _write_by_numbers(TensorVariable.method___setitem__)

@@ -268,6 +268,7 @@ def _compile(model: nn.Module, config: TransformConfig, compiler: GraphCompiler)
         model, traced, config, compiler, classes, of_inputs=own_forward is not None)
     for name in config.methods:
         forward = with_private_code(getattr(cls, name))
-        compiled.methods[name] = CompiledModel(model, forward, config, compiler, classes, name=name)
+        compiled.methods[name] = CompiledModel(model, forward, config, compiler, classes, name=name,
+                                               source=cls if own_forward is None else None)
     if compiler.gradient_sync is None:  # which raises
         compiled.watch_first_backward(model, _own_methods(cls))

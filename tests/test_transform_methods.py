@@ -70,6 +70,32 @@ def test_a_method_that_the_forward_calls_is_no_call_of_its_own():
     assert len(model.report.graphs) == 1
 
 
+class Policy(Agent):
+    """Methods that call the model itself, and one another."""
+
+    def act(self, x):
+        out = self(x)
+        return out * 2, self.critic(self.encode(x))
+
+    def encode(self, x, *, scale=1.0):
+        return torch.tanh(self.body(x)) * scale
+
+    def again(self, x):
+        return self.act(x)[0] + Agent.__call__(self, x) + self.forward(x)
+
+
+@table(2, "level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("name", ["act", "again"])
+def test_a_method_that_calls_the_model_is_one_graph(name, level):
+    model, x = made(Policy(), methods=("act", "again"), opt_level=level, fullgraph=True), torch.randn(5, 4)
+    for call in (getattr(model, name), model, getattr(model, name)):
+        out = call(x)
+    expected = getattr(Policy(), name)(x)
+    assert len(model.report.graphs) == 2 and isinstance(model, Policy) and type(model) is not Policy
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if level == "O0" else {"rtol": 0.05, "atol": 0.02}
+    torch.testing.assert_close(out, expected, check_dtype=False, **tolerance)
+
+
 @pytest.mark.long
 def test_an_outer_compile_goes_around_a_method():
     model, x = made(), torch.randn(5, 4)

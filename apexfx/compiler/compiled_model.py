@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import functorch_config, module_hooks, registries
+from .._torch import functorch_config, module_hooks
 from .._torch_compilers import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
@@ -25,14 +26,13 @@ from .._torch_compilers import (
 from ..config import TransformConfig
 from ..distributed.agreement import check_alive
 from ..graph.printing import count_text, first_names
-from ..graph.shared_memory import is_expanded
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
-from ..random_state import forked_random
 from ..report.data import Report
 from .forward_errors import DataDependentError, as_in_eager, name_precision
 from .graph_breaks import note_breaks, shown
 from .graph_compiler import GraphCompiler
+from .left_as_it_was import left_as_it_was
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .private_code import with_own_code, with_private_code
@@ -48,6 +48,8 @@ _DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_o
            "capture_dynamic_output_shape_ops": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True}
 _BREAKS_AT_DATA = {**_DYNAMO, "capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
+# What is shown of a warning is no part of a graph, which would break at these.
+WARNING_FILTERS = {warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings}
 
 # An outer torch.compile goes around the call of a transformed model, and would compile these instead.
 _cast_call = torch.compiler.disable(lambda args, kwargs, cast: CastCall(args, kwargs, cast))
@@ -69,6 +71,8 @@ class CompiledModel:
         in_step: whether a training step calls it, which scales the loss itself, and runs a model of which nothing is captured
             in eager, where nothing that was asked for is lost by that.
         name: of the method that is compiled, for messages.
+        source: the class that the model has during a call of a method other than forward, which may call the model: the forward of
+            its own class is a call of other graphs.
 
     Attributes:
         methods: the same for other methods of the model, by name.
@@ -78,7 +82,7 @@ class CompiledModel:
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig, compiler: GraphCompiler,
                  classes: TraceableClasses, *, of_inputs: bool = False, in_step: bool = False,
-                 name: str = "forward") -> None:
+                 name: str = "forward", source: type[nn.Module] | None = None) -> None:
         self.config = config
         self.compiler = compiler
         if not compiler.index.has_model:  # otherwise it is another method's of this model
@@ -86,7 +90,7 @@ class CompiledModel:
         self._index = compiler.index
         self.report = compiler.report
         self.methods: dict[str, CompiledModel] = {}
-        self._forward, self._of_inputs, self.classes, self._name = forward, of_inputs, classes, name
+        self._forward, self._of_inputs, self.classes, self._name, self._source = forward, of_inputs, classes, name, source
         self.own_forward = {"forward": forward} if of_inputs else {}
         self._averaging = self._compiled(forward, compiler)
         self._local = self._averaging
@@ -101,7 +105,8 @@ class CompiledModel:
         self._checked = self._capturing = False
         self._in_step, self._first_graph = in_step, -1
         self._hooks: list[tuple[object, ...]] = []
-        self._settings = _BREAKS_AT_DATA if in_step else _DYNAMO  # in pieces, nothing is one graph
+        self._settings = {**(_BREAKS_AT_DATA if in_step else _DYNAMO),  # in pieces, nothing is one graph
+                          "ignore_logging_functions": dynamo_config.ignore_logging_functions | WARNING_FILTERS}
         self._patch = dynamo_config.patch(self._settings)
         half = config.half_dtype(p.device for p in model.parameters())
         half_parameters = config.level.half_parameters
@@ -147,7 +152,7 @@ class CompiledModel:
         self._index.arguments = args, kwargs
         args = args if self._of_inputs else (model, *args)
         try:
-            with self._dynamo_settings(), self.classes.in_place(model):
+            with self._dynamo_settings(), self.classes.in_place(model, itself=self._source):
                 result = run(*args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as error:
             inner = getattr(error, "inner_exception", error)  # ours, said once and with its own type
@@ -258,18 +263,12 @@ class CompiledModel:
         warn_unmatched(self.report)
 
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
-        buffers = [(held, name, buffer, buffer if buffer is None else buffer.detach().clone())
-                   for module in model.modules() for held in [registries(module).buffers] for name, buffer in held.items()]
-        devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
         self._capturing = True
         try:
-            with forked_random(devices), functorch_config.patch(force_non_lazy_backward_lowering=True):
+            with left_as_it_was(model), functorch_config.patch(force_non_lazy_backward_lowering=True):
                 model(*args, **kwargs)
         finally:
             self._capturing = False
-            with torch.no_grad():
-                for held, name, buffer, old in buffers:
-                    held[name] = buffer if buffer is None or is_expanded(buffer) else buffer.copy_(old)
         return self.report
 
 

@@ -158,8 +158,10 @@ def _explained(gm: fx.GraphModule) -> Iterator[None]:
             raise RuntimeError("apexfx: Inductor of torch 2.13 fails at rows that torch.randperm(n) takes; take them by "
                                "torch.rand(n).argsort(), give inner_options={'pattern_matcher': False}, or use torch "
                                "2.14") from error
-        read = next((node for node in gm.graph.nodes if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(value(node))
-                     if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat)))), None)
+        failed = re.search(r"Could not extract specialized integer from data(?s:.*)While executing %(\w+) ", str(error))
+        read = next((node for node in gm.graph.nodes if failed and node.name == failed[1] or any(
+            free_unbacked_symbols(leaf) for leaf in tree_leaves(value(node))
+            if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat)))), None)
         if read is None or type(error).__module__.startswith("apexfx"):
             raise
         what = str(error).strip().partition("\n")[0]

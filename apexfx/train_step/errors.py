@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import linecache
 import re
 from collections.abc import Iterator
 
@@ -53,6 +54,9 @@ _OBSTACLES = (
 _OF_USER = ("failed to bind arguments when attempting to inline", "TypeError when making fake tensor call",
             "RuntimeError when making fake tensor call")
 _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
+# Where model or loss are about to raise what Dynamo cannot: a false assert of Python's, an exception with an __init__ of its own.
+_ASSERTS = re.compile(r"Data-dependent assertion failed(?s:.*)ConstantVariable\(bool: False\)")
+_INITIALIZES = re.compile(r"call_method SuperVariable\(\) __init__")
 # What model or loss raised while Dynamo traced it: its type, and its text as Python writes it.
 _RAISED = re.compile(r"""raised exception (\w+)\(('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")?""")
 _RAISED_AGAIN = (TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError, AssertionError, RuntimeError)
@@ -107,8 +111,13 @@ def counts_apart() -> ValueError:
 
 
 @contextlib.contextmanager
-def capture_errors() -> Iterator[None]:
-    """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors."""
+def capture_errors(of_program: list[Exception] | None = None) -> Iterator[None]:
+    """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors.
+
+    Args:
+        of_program: where model or loss raise something themselves, it gets the error, and nothing is raised: run in eager, they
+            raise what is meant.
+    """
     from .._torch_compilers import (
         BackendCompilerFailed,
         FailOnRecompileLimitHit,
@@ -146,11 +155,21 @@ def capture_errors() -> Iterator[None]:
             raise inner from None
         raise _not_one_graph(said) from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
-        raise _of_dynamo(error) from error
+        explained = _of_dynamo(error)
+        if of_program is None or not _raises_itself(str(error)):
+            raise explained from error
+        explained.__cause__ = error
+        of_program.append(explained)
     except (IndexError, GuardOnDataDependentSymNode) as error:
         if not re.search(_DATA_DEPENDENT, str(error)):
             raise
         raise _not_one_graph(str(error)) from error
+
+
+def _raises_itself(said: str) -> bool:
+    if _INITIALIZES.search(said):
+        return any(re.search(r"\braise\b", linecache.getline(file, number)) for file, number, _ in frames_of_user(said))
+    return bool(_RAISED.search(said) or _ASSERTS.search(said))
 
 
 def _of_dynamo(error: Exception) -> Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from .._torch import forward_hooks, global_module_hooks, has_backward_hooks, saves_by_hooks
 from ..compiler.dynamo_batch_norm import traceable_batch_norm
+from ..compiler.left_as_it_was import left_as_it_was
 from ..compiler.traceable import TraceableClasses, all_modules, path_of
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
@@ -62,6 +63,21 @@ class StepModel:
                 stack.enter_context(forward_hooks(self.model, _HALF_INPUTS, *self._hooks))
             stack.enter_context(self.classes.in_place(self.model, self.objective_modules.children(), cached=cached))
             yield self.model
+
+    def run_in_eager(self, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Run an objective as it is, in float32 where the level has made the model half, for what it raises.
+
+        Parameters, buffers and random numbers are afterwards as they were.
+        """
+        halves = [(p, p.data) for p in self.model.parameters() if self._hooks is not None and p.dtype in HALVES]
+        with left_as_it_was(self.model, *self.objective_modules.given), torch.enable_grad():
+            try:
+                for p, half in halves:
+                    p.data = half.float()
+                objective(self.model, *batch, **named)
+            finally:
+                for p, half in halves:
+                    p.data = half
 
 
 def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from .._torch import set_grad_enabled, tensor_version, tree_leaves
 from .._torch_compilers import dynamo_config, guard_classes, mark_static_address, run_cached_graphs
+from ..compiler.compiled_model import WARNING_FILTERS
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
 from ..compiler.rewritten_graph import WeakBackend
@@ -128,9 +130,13 @@ class StepGraphs:
         gradients = grad_versions(self._state.lists.params)
         self._state.keep_buffers()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
-        with contextlib.nullcontext() if is_set else self._patch, guard_classes(), torch.no_grad(), capture_errors(), \
-                self._parts.step_model.traceable() as model:
+        of_program: list[Exception] = []
+        with contextlib.nullcontext() if is_set else self._patch, guard_classes(), torch.no_grad(), \
+                capture_errors(of_program), self._parts.step_model.traceable() as model:
             outputs = variant.compiling(self._inputs(model), batch, named)
+        if of_program:
+            self._parts.step_model.run_in_eager(self._parts.objective, batch, named)
+            raise of_program[0]  # eager raises nothing
         if grad_versions(self._state.lists.params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
         return outputs
@@ -165,9 +171,13 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
         As a call of a step.
     """
     compiled = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
+    of_program: list[Exception] = []
     with contextlib.suppress(NotRun), forked_random(), dynamo_config.patch(_dynamo_settings()), torch.no_grad(), \
-            capture_errors(), model.traceable():
+            capture_errors(of_program), model.traceable():
         compiled(inputs, batch, named)
+    if of_program:
+        model.run_in_eager(inputs.objective, batch, named)
+        raise of_program[0]  # eager raises nothing
     return compiler.traced
 
 
@@ -198,8 +208,9 @@ def _nothing(**_: Any) -> None:
 
 def _dynamo_settings() -> dict[str, Any]:
     loggers = {getattr(logging.Logger, name) for name in _LOGGERS if hasattr(logging.Logger, name)}
-    # Logging would break the graph: what the model logs is left out.
-    settings = {**_DYNAMO, "ignore_logging_functions": dynamo_config.ignore_logging_functions | loggers}
+    # Logging would break the graph: what the model logs, and warns of, is left out.
+    left_out = loggers | WARNING_FILTERS | {warnings.warn}
+    settings = {**_DYNAMO, "ignore_logging_functions": dynamo_config.ignore_logging_functions | left_out}
     if hasattr(dynamo_config, _CHECKS_IN_PYTHON):
         settings[_CHECKS_IN_PYTHON] = False
     return settings

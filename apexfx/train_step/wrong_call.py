@@ -48,7 +48,7 @@ class Call:
         except Exception as error:
             if "needed for gradient computation has been modified" in str(error):
                 error.add_note("  model or loss writes in place what the backward reads; write it out of place: x = x + 1")
-            elif self._report is None or not name_precision(error, self._report):
+            elif (self._report is None or not name_precision(error, self._report)) and not _is_noted(error):
                 error.add_note(f"  called: {self.call}, which computes {self.computes}\n  expected: {self.expected}")
             narrow = [str(x.dtype) for x in tree_leaves((self.batch, self.named)) if isinstance(x, Tensor) and x.dtype in _NARROW]
             if narrow and re.search(r"(?i)dtype|scalar type", str(error)):
@@ -83,6 +83,11 @@ class Call:
 
     def _shown_arguments(self) -> list[str]:
         return [*map(shown, self.batch), *(f"{name}={shown(x)}" for name, x in self.named.items())]
+
+
+def _is_noted(error: Exception) -> bool:
+    """Return whether an error is an object of the program's that a call before has raised, too."""
+    return any(note.startswith("  called: step(") for note in getattr(error, "__notes__", ()))
 
 
 def _arguments(inputs: Any) -> str:
