@@ -210,6 +210,21 @@ def break_places() -> list[tuple[str, list[traceback.FrameSummary]]]:
     return [(each.reason.partition("\n")[0], list(each.user_stack)) for each in graph_break_reasons if each.user_stack]
 
 
+_MASKS = (torch.bool, torch.uint8)  # the dtypes of tensors that are masks where they index
+
+
+def read_of_data(error: Exception) -> str:
+    """Return the stack of what read the number from data by which Dynamo could not decide, of the error that it raised; "" for
+    none that is known.
+    """
+    decided_by = getattr(getattr(error.__cause__, "cond", None), "free_symbols", ())
+    tracer = getattr(error, "_torch_dynamo_tracer_output", None)
+    nodes = tracer.output_graph_for_cleanup.graph.nodes if tracer is not None else ()
+    values = ((node, node.meta.get("example_value")) for node in nodes)
+    return next((node.stack_trace or "" for node, value in values
+                 if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr in decided_by), "")
+
+
 def _select_numbers(tensor: TensorVariable, tx: Any, key: Any) -> tuple[TensorVariable, Any]:
     """Return what of a tensor an index is of, and the index, without the numbers in it that are known when the graph runs only.
 
@@ -237,14 +252,14 @@ def _is_ours(backend: object | None) -> bool:
 
 def _is_number(entry: Any) -> bool:
     if isinstance(entry, TensorVariable):
-        return entry.ndim == 0 and entry.dtype is not None and entry.dtype != torch.bool and not entry.dtype.is_floating_point
+        return entry.ndim == 0 and entry.dtype not in (None, *_MASKS) and not entry.dtype.is_floating_point
     return isinstance(entry, SymNodeVariable) and isinstance(entry.sym_num, torch.SymInt)
 
 
 def _num_indexed(entry: Any) -> int:
     """Return how many dimensions an entry of an index is for."""
     if isinstance(entry, TensorVariable):
-        return entry.ndim if entry.dtype == torch.bool else 1
+        return entry.ndim if entry.dtype in _MASKS else 1
     return 0 if _constant(entry) in (None, ...) or isinstance(_constant(entry), bool) else 1
 
 

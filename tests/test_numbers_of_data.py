@@ -80,9 +80,9 @@ READS = {
     "columns of a row": lambda model, h, k: h * model.table[None, torch.tensor([0, 2, 3]), k].sum(),
     "a mask and a number": lambda model, h, k: h * model.table[torch.arange(5) > 2, k].sum(),
     "a mask of two and a number": lambda model, h, k: h * h[..., None].expand(3, 4, 3)[torch.ones(3, 4) > 0, k].sum(),
-    "int32 and bytes": lambda model, h, k: h * model.table[k.int()] * model.table[k.to(torch.uint8)],
+    "int32 and int16": lambda model, h, k: h * model.table[k.int()] * model.table[k.short()],
     "what was read": lambda model, h, k: h * model.table[k.item()] * h[:, int(k), None] * model.table[k.item() - 3, 0],
-    "a slice": lambda model, h, k: h * model.table[k:k + 1] * h[:, :k].sum(),
+    "a slice": lambda model, h, k: h * model.table[k:k + 1].sum(0) * h[:, :k].sum(),
 }
 WRITES = {
     "a row": bank_of_mean(lambda k: k),
@@ -128,5 +128,31 @@ def test_one_graph_is_for_all_numbers(way):
 
 @pytest.mark.parametrize("way", ["transform", "step"])
 def test_a_list_of_such_numbers_is_refused_at_its_line(way):
-    with pytest.raises(RuntimeError, match=r"(?s)apexfx: .*number.*test_numbers_of_data.py.*model.table\[\[k, 0\]\]"):
+    with pytest.raises(RuntimeError, match=r"apexfx: .*test_numbers_of_data.py:\d+ reads a number"):
         check(way, lambda: Bank(lambda model, h, k: h + model.table[[k, 0]].sum()), squares, batches(), "O0")
+
+
+class Atoms(nn.Module):
+    """As SchNet: the number of molecules is read from the indices of atoms."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x, molecule):
+        h = self.layer(x).tanh()
+        number = int(molecule[-1]) + 1
+        return self.head(torch.zeros(number, 4, dtype=h.dtype).index_add(0, molecule, h)).squeeze(-1)
+
+
+def test_a_size_that_a_loss_compares_is_refused_with_the_line_that_reads_it():
+    model, batch = Atoms(), (torch.randn(6, 4), torch.tensor([0, 0, 1, 2, 2, 2]), torch.randn(3))
+
+    def step(loss):
+        return apexfx.train_step(model, objective=lambda model, x, molecule, y: loss(model(x, molecule), y), opt_level="O0",
+                                 inner="eager", optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+    with pytest.raises(apexfx.NotOneGraph, match=r"\n  at .*\n  the number is read at .*: number = int\(molecule\[-1\]\) \+ 1"):
+        step(nn.functional.mse_loss)(*batch)
+    expected = float(nn.functional.mse_loss(model(*batch[:2]), batch[2]).detach())
+    assert float(step(lambda out, y: (out - y).square().mean())(*batch)) == pytest.approx(expected)

@@ -173,7 +173,7 @@ def _raises_itself(said: str) -> bool:
 
 
 def _of_dynamo(error: Exception) -> Exception:
-    from .._torch_compilers import TorchRuntimeError
+    from .._torch_compilers import TorchRuntimeError, read_of_data
 
     said = str(error)
     if _DUAL_NUMBERS.search(said):
@@ -190,14 +190,15 @@ def _of_dynamo(error: Exception) -> Exception:
     of_user = getattr(error, "gb_type", "") in _OF_USER or isinstance(error, TorchRuntimeError)
     if of_user and not _DUAL_NUMBERS.search(said):
         return as_in_eager(error) or _not_one_graph(said)
-    return _not_one_graph(said)
+    return _not_one_graph(said, read_of_data(error))
 
 
-def _not_one_graph(said: str) -> NotOneGraph:
+def _not_one_graph(said: str, read: str = "") -> NotOneGraph:
     """Return the error of a step that Dynamo refuses: what, at which line of the user's, and what to do.
 
     Args:
         said: torch's text, which names the frames.
+        read: the stack of what has read the number that it cannot know.
     """
     found, reason, advice = next((found, *row) for pattern, *row in _OBSTACLES if (found := pattern.search(said.strip())))
     reason = reason.format(*found.groups())
@@ -205,5 +206,7 @@ def _not_one_graph(said: str) -> NotOneGraph:
     if frames := frames_of_user(said):
         file, number, function = frames[-1]
         explained, reason = f"{explained}\n  {place(*frames[-1])}", f"{reason} at {file}:{number}, in {function}"
+        if (read_in := frames_of_user(read)[-1:]) and read_in != frames[-1:]:
+            explained += f"\n  the number is read {place(*read_in[0])}"
     return NotOneGraph(f"apexfx: the training step cannot be captured as one graph: {explained}\n  {advice}. All that Dynamo "
                        "says is in __cause__, above", reason, explained)
