@@ -71,7 +71,6 @@ def test_inductor_cuts_by_a_length_too():
 
 UNKNOWN = {
     "branch": lambda out, ids: out * (2 if length(ids) > 3 else 1),
-    "index": lambda out, ids: out[:, length(ids)],
     "layer": lambda out, ids: [out, out * 2][random.randint(0, 1)],
 }
 

@@ -71,8 +71,8 @@ class CompiledModel:
         in_step: whether a training step calls it, which scales the loss itself, and runs a model of which nothing is captured
             in eager, where nothing that was asked for is lost by that.
         name: of the method that is compiled, for messages.
-        source: the class that the model has during a call of a method other than forward, which may call the model: the forward of
-            its own class is a call of other graphs.
+        source: the class that the model has during a call of a method other than forward, which may call the model: the forward
+            of its own class is a call of other graphs.
 
     Attributes:
         methods: the same for other methods of the model, by name.
