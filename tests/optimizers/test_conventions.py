@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from apexfx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from tests.optimizers.optimizer_models import OPTIMIZERS, backward, build, same_parameters, train
 
 ALL = pytest.mark.parametrize("name", OPTIMIZERS)
@@ -152,6 +152,38 @@ def test_zero_grad_follows_the_constructor_and_the_call():
 def test_bad_settings_raise(make, error):
     with pytest.raises(error):
         make([torch.nn.Parameter(torch.ones(2))])
+
+
+NO_NUMBERS = (-1.0, float("nan"), float("inf"), -float("inf"), "0.1", None, [0.1], torch.ones(2))
+NO_BETAS = (0.9, None, "0.9", (0.9,), (0.9, 0.9, 0.9), (0.9, 1.0), (float("nan"), 0.9), ("0.9", 0.9), (0.9, None), (-0.1, 0.9))
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedAdagrad, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD])
+def test_options_that_are_no_numbers_raise_in_the_constructor_a_group_and_a_state(cls):
+    param = torch.nn.Parameter(torch.ones(2))
+    good = cls([param])
+    for name in ("lr", "eps", "weight_decay", "momentum", "betas"):
+        for given in NO_BETAS if name == "betas" else NO_NUMBERS if name in good.defaults else ():
+            if name not in good.defaults:
+                continue
+            state = good.state_dict()
+            state["param_groups"][0][name] = given
+            for use in (lambda name=name, given=given: cls([param], **{name: given}),
+                        lambda name=name, given=given: cls([{"params": [param], name: given}]),
+                        lambda name=name, given=given: good.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))],
+                                                                             name: given}),
+                        lambda state=state: good.load_state_dict(state)):
+                with pytest.raises((ValueError, TypeError), match=rf"{cls.__name__}: {name}"):
+                    use()
+    for given in (-1.0, float("nan"), "1", [1.0]):
+        with pytest.raises((ValueError, TypeError), match="max_grad_norm"):
+            cls([param], max_grad_norm=given)
+    for count in (-1.0, float("nan"), float("inf")):
+        state = good.state_dict()
+        state["param_groups"][0]["step"] = torch.tensor(count)
+        with pytest.raises(ValueError, match="step"):
+            good.load_state_dict(state)
+    assert len(good.param_groups) == 1 and good.param_groups[0]["lr"] == good.defaults["lr"]
 
 
 @ALL
