@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import functorch_config, module_hooks
+from .._torch import functorch_config, module_hooks, tensor_version
 from .._torch_compilers import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
@@ -47,6 +47,7 @@ from .traceable import TraceableClasses, all_modules
 _DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_outputs": True,
            "capture_dynamic_output_shape_ops": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True}
+_MANY_CALLS = 16
 _BREAKS_AT_DATA = {**_DYNAMO, "capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 # What is shown of a warning is no part of a graph, which would break at these.
 WARNING_FILTERS = {warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings}
@@ -104,6 +105,7 @@ class CompiledModel:
             weakref.finalize(self, sync.stop).atexit = False
         self._checked = self._capturing = False
         self._in_step, self._first_graph = in_step, -1
+        self._num_calls, self._version = 0, -1  # since an update, on what came of other calls
         self._hooks: list[tuple[object, ...]] = []
         self._settings = {**(_BREAKS_AT_DATA if in_step else _DYNAMO),  # in pieces, nothing is one graph
                           "ignore_logging_functions": dynamo_config.ignore_logging_functions | WARNING_FILTERS}
@@ -131,6 +133,8 @@ class CompiledModel:
             if trains:
                 sync.on_training_forward()
         before = graph_breaks_so_far()
+        if self._num_calls < _MANY_CALLS and torch.is_grad_enabled() and not self._in_step:
+            self._count_call(model, args)
         try:
             result = self._run(model, args, kwargs)
         except BaseException:
@@ -193,6 +197,19 @@ class CompiledModel:
                 now.report.warn(message)
 
         handles += [edge.node.register_prehook(on_gradient) for edge in edges]
+
+    def _count_call(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """Warn of a model that is called many times in one update, each time on what came of a call before, as solvers do."""
+        trained = next((p for p in model.parameters() if p.requires_grad), None)
+        if trained is None or not any([isinstance(x, torch.Tensor) and x.grad_fn is not None for x in args]):
+            return
+        version = tensor_version(trained)
+        self._num_calls = self._num_calls + 1 if version == self._version else 1
+        self._version = version
+        if self._num_calls == _MANY_CALLS:
+            self.report.warn(f"apexfx: {type(model).__name__} was called {_MANY_CALLS} times without an update, on results of "
+                             "other calls: each runs a graph of its own, at its own cost. One graph is faster: transform() "
+                             "the module that calls it, or make a train_step()")
 
     def _look_for_hooks(self, submodules: Sequence[nn.Module]) -> None:
         """Compile anew where hooks were put on submodules, or removed, since the last call.

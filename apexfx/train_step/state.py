@@ -13,6 +13,7 @@ from torch import Tensor
 from .._torch import has_gradient_hooks, note_optimizer_ran, num_hooks
 from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
+from ..graph.printing import first_names
 from ..ops.apply_gradients import StepPlan
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated
 from .checkpoint import names_of_parameters
@@ -303,7 +304,11 @@ class TrainingState:
         for optimizer in self._parts.optimizers:
             note_optimizer_ran(optimizer)
         state.note_run()
-        if len(updated) < len(self.lists.params) and state.split(set(map(id, updated))):
+        if len(updated) < len(self.lists.params) and state.split(ids := set(map(id, updated))):
+            without = first_names([self.lists.names[id(p)] for p in self.lists.params if id(p) not in ids])
+            self._parts.report.warn(f"apexfx: the loss of this call depends on no {without}: that is counted apart from now on, "
+                                    "and the next call compiles the step again. What no loss depends on is better frozen before "
+                                    "the first call, by requires_grad_(False)")
             self._read()
 
     def _drop_gradients(self) -> None:

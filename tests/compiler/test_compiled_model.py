@@ -232,3 +232,42 @@ def test_a_forward_that_has_raised_goes_on_in_its_dtypes(error, breaks, first):
             model(x)
     model.error = None
     assert torch.equal(model(x), expected)
+
+
+def solver(model, x, steps=9):
+    """Integrate by Runge-Kutta's method of fourth order."""
+    for _ in range(steps):
+        a = model(x)
+        b = model(x + a / 20)
+        c = model(x + b / 20)
+        x = x + (a + 2 * b + 2 * c + model(x + c / 10)) / 60
+    return x
+
+
+def accumulated(model, x):
+    for _ in range(20):
+        model(x).sum().backward()
+    return model(x)
+
+
+def evaluated(model, x):
+    with torch.no_grad():
+        solver(model, x)
+    return model(x)
+
+
+@pytest.mark.parametrize("loop, warns", [(solver, True), (accumulated, False), (evaluated, False), (lambda m, x: m(m(x)), False)])
+def test_a_loop_around_a_transformed_model_is_told_that_one_graph_is_faster(loop, warns, caplog):
+    model = apexfx.transform(nn.Linear(4, 4), inner="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(12):
+        loop(model, torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    text = "was called 16 times without an update, on results of other calls"
+    assert caplog.text.count(text) == warns and any(text in note for note in model.report.notes) is warns
+
+
+def test_a_loop_that_is_transformed_is_told_nothing(caplog):
+    model = apexfx.transform(Model(lambda m, x: solver(m.net, x), net=nn.Linear(4, 4)), inner="eager")
+    model(torch.randn(2, 4)).sum().backward()
+    assert "was called" not in caplog.text

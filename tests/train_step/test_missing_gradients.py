@@ -130,3 +130,16 @@ def test_heads_that_take_turns_are_corrected_by_their_own_counts(num_heads, scal
     for place, (x, y) in enumerate(samples(2 * num_heads)):
         step((x, place % num_heads), y)
     assert len(step.report.graphs) == graphs
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_what_no_loss_depends_on_is_named_with_what_it_costs(optimizer, frozen, caplog):
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "spare": nn.Linear(4, 4)})
+    model["spare"].requires_grad_(not frozen)
+    step = apexfx.train_step(model, optimizer=optimizer(model.parameters()), opt_level="O0", inner="eager",
+                             objective=lambda model, x: model["used"](x).square().mean())
+    for _ in range(3):
+        step(torch.randn(2, 4))
+    said = "depends on no spare.weight, spare.bias: that is counted apart" in caplog.text
+    assert (len(step.report.graphs), said) == ((1, False) if frozen else (2, True))
