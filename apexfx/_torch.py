@@ -130,6 +130,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return not all(getattr(hook, "only_observes", False) for hook in hooks)
 
 
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., object]] | None:
+    """Return the functions that are registered to run before the steps of an optimizer; None of a wrapper that takes none."""
+    hooks = vars(optimizer).get("_optimizer_step_pre_hooks")
+    return None if hooks is None else list(hooks.values())
+
+
 def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `step` of this instance was replaced, by another than a learning rate scheduler's counting one."""
     step = optimizer.__dict__.get("step")

@@ -159,6 +159,7 @@ _LEVEL = ": opt_level='O1' casts per op, 'O2' and 'O3' cast the model, and 'O0' 
 _ELSEWHERE = {
     **dict.fromkeys(("loss_scale", "min_loss_scale", "max_loss_scale", "num_losses"), _LOSS_SCALING),
     **dict.fromkeys(("amp", "autocast", "mixed_precision", "fp16", "bf16", "cast_model_type", "patch_torch_functions"), _LEVEL),
+    "criterion": ": the loss function is loss_fn= of train_step().",
     "master_weights": ": at O1 and O2 the module keeps its float32 parameters, which are the master weights.",
 }
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}

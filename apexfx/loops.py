@@ -253,11 +253,17 @@ class _Sides:
         if ratio is not None:
             said = f"The loop's gradient is {ratio:.6g} times that of the step"
             return f"{said}, which averages over {calls} calls." if calls > 1 else f"{said}."
-        if self._step.mean_loss is not None and calls > 1:
+        if self._is_mean() and calls > 1:
             return ("The loss of each call is the same, and so is not what is made of them: the step divides by the counts of "
                     f"all {calls} calls (apexfx.Mean), the loop averages the means of the calls.")
         return ("The losses are the same and their gradients are not: of another loss, of detached tensors, of other calls, or "
                 "written after the backward.")
+
+    def _is_mean(self) -> bool:
+        try:
+            return bool(self._step.mean_loss.isfinite())
+        except RuntimeError:
+            return False
 
     def _of_update(self, options: dict[str, dict[str, Any]], wrong: list[str]) -> str:
         for name in wrong:

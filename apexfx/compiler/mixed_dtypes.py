@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from ..graph.mutation import bodies
 from ..graph.nodes import NAME, op_name, source_line, value
@@ -53,9 +53,11 @@ def _message(node: fx.Node, suspect: torch.dtype) -> str:
             operands.setdefault(dtype, []).append(operand)
     shown = "; ".join(f"{_names(nodes)} in {dtype}" for dtype, nodes in operands.items())
     where = f" ({line})" if (line := source_line(node)) else ""
+    of_model = [operand for operand in operands[suspect] if isinstance(value(operand), nn.Parameter)]
     reason = ", the dtype of numpy's arrays" if suspect == torch.float64 else ""
-    return (f"apexfx: {op_name(node)}{where} was given {shown}, which eager torch refuses too: call .float() on "
-            f"{_names(operands[suspect])}{reason}")
+    cure = (f"call .float() on {_names(operands[suspect])}{reason}" if not of_model else
+            f"the model's parameters were converted (model.double()); call model.float(), or give inputs in {suspect}")
+    return f"apexfx: {op_name(node)}{where} was given {shown}, which eager torch refuses too: {cure}"
 
 
 def _names(nodes: Sequence[fx.Node]) -> str:

@@ -79,8 +79,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
             parameters that neither model nor objective has. Nothing has changed then.
         RankMismatchError: ranks hold different models.
     """
-    check_what_is_trained(loss_fn, optimizer, objective)
     own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "keep_grads": keep_grads,
            "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard, "ema": ema}
     step_options = StepOptions.from_arguments(own, options)
+    check_what_is_trained(loss_fn, optimizer, objective)
     return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, step_options, modules)

@@ -37,6 +37,8 @@ class OptimizerState:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], trained: Collection[int], labels: Labels,
                  scheduled: Collection[Option] = ()) -> None:
         self.labels = dict(labels)
+        for each in optimizers:
+            _check_numbers(each)
         self.updates = [update for optimizer, each in enumerate(optimizers)
                         for update in updates(each, trained, self.labels, _of(optimizer, scheduled))]
         self.params = [p for update in self.updates for p in update.params]
@@ -61,6 +63,8 @@ class OptimizerState:
         for place, update in enumerate(self.updates):
             for name in ("lr", *update.scheduled):
                 number, scalar = _hyperparameter(update.group, name), f"{name}_{place}"
+                if isinstance(number, str):
+                    raise _text_for_number(name, number)
                 if isinstance(number, Tensor) and number.device.type != "cpu":
                     self.scalars[scalar].copy_(number.detach().reshape(()))
                     self._numbers.pop(scalar, None)
@@ -185,6 +189,18 @@ def _facts(optimizer: torch.optim.Optimizer, scheduled: dict[int, set[str]]) -> 
         facts += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
                   if name not in ("lr", "params", "initial_lr") and name not in changing]
     return facts
+
+
+def _check_numbers(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a text in the place of a number, as a file of options has one ("1e-3" is a text in YAML)."""
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, str) and isinstance(optimizer.defaults.get(name), (int, float)):
+                raise _text_for_number(name, value)
+
+
+def _text_for_number(name: str, value: str) -> TypeError:
+    return TypeError(f"apexfx: {name} of the optimizer is {value!r} (str), expected a number: float({value!r})")
 
 
 def _hyperparameter(group: dict[str, Any], name: str) -> Any:

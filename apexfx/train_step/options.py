@@ -58,7 +58,7 @@ class StepOptions:
         Raises:
             ValueError, TypeError: one does not exist, does not fit, or contradicts another.
         """
-        config = TransformConfig.from_options(options, also=["objective", "modules", *own])
+        config = TransformConfig.from_options(options, also=["loss_fn", "optimizer", "objective", "modules", *own])
         if config.methods:
             raise ValueError("apexfx: methods= belongs to apexfx.transform(); a training step holds what its objective calls, "
                              "any method of the model")

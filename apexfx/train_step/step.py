@@ -43,7 +43,7 @@ from .replicas import replica_check
 from .safeguard import Event, SafeguardState
 from .skipped_steps import SkippedSteps
 from .state import TrainingState
-from .wrong_call import Call
+from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class TrainStep:
         # From here on, things change.
         if device.type == "cpu":
             keep_freed_memory()
+        note_second_updates(optimizers, report)
         agreement = set_up_step(model, objective_modules, optimizers, groups, options)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report)
         self._parts = parts = StepParts(model, step_model, objective, objective_modules, optimizers, options, scale, safeguard,
@@ -136,6 +137,7 @@ class TrainStep:
             else:
                 self._note_applied(*ran)
         self._after_call(updated=not accumulates)
+        loss.backward = LOSS_BACKWARD
         return (loss, *rest) if rest else loss
 
     def _note_ranks_apart(self, options: StepOptions) -> None:
@@ -308,11 +310,19 @@ class TrainStep:
         return self._skipped.norm if self._skipped.norm is not None else torch.full((), math.nan, device=parts.device)
 
     @property
-    def mean_loss(self) -> Tensor | None:
+    def mean_loss(self) -> Tensor:
         """The mean over the calls and ranks of the last update, of a loss that is an `apexfx.Mean`: float64, 0-d, on the device,
-        nan where all counts were 0; None of another loss, or before an update.
+        nan where all counts were 0, and before an update.
+
+        Raises:
+            RuntimeError: the last update was of another loss.
         """
-        return self._state.mean.last
+        if (mean := self._state.mean.last) is not None:
+            return mean
+        if self._skipped.norm is not None:
+            raise RuntimeError("apexfx: step.mean_loss is that of a loss that is an apexfx.Mean(total, count), and this step's "
+                               "is a scalar, which each call returns")
+        return torch.full((), math.nan, dtype=torch.float64, device=self._parts.device)
 
     @property
     def updated(self) -> Tensor:

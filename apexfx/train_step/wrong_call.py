@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import tree_leaves
+from .._torch import step_pre_hooks, tree_leaves
 from ..compiler.forward_errors import name_precision
 from ..errors import RankFailureError, RankMismatchError
 from ..report.data import Report
 from .function import SupervisedObjective
 
 _NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
+_OUT_OF_RANGE = re.compile(r"index out of bounds: (-?\d+)L? <= \w+ < (\d+)")  # of Inductor's code, with the file of a kernel
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
 
 
@@ -49,10 +51,14 @@ class Call:
             if "needed for gradient computation has been modified" in str(error):
                 error.add_note("  model or loss writes in place what the backward reads; write it out of place: x = x + 1")
             elif (self._report is None or not name_precision(error, self._report)) and not _is_noted(error):
-                error.add_note(f"  called: {self.call}, which computes {self.computes}\n  expected: {self.expected}")
+                sizes = ", ".join(sorted({*re.findall(r"\bs\d+\b", str(error))}))
+                named = f"\n  {sizes}: sizes that differ from call to call; this one's are in the line above" if sizes else ""
+                error.add_note(f"  called: {self.call}, which computes {self.computes}{named}\n  expected: {self.expected}")
             narrow = [str(x.dtype) for x in tree_leaves((self.batch, self.named)) if isinstance(x, Tensor) and x.dtype in _NARROW]
             if narrow and re.search(r"(?i)dtype|scalar type", str(error)):
                 error.add_note(f"  class labels and indices are int64 in torch: call .long() on what is {narrow[0]}")
+            if (bounds := _OUT_OF_RANGE.search(str(error))) is not None:
+                raise _out_of_range(bounds, error) from error
             raise
 
     def check(self) -> None:
@@ -88,6 +94,56 @@ class Call:
 def _is_noted(error: Exception) -> bool:
     """Return whether an error is an object of the program's that a call before has raised, too."""
     return any(note.startswith("  called: step(") for note in getattr(error, "__notes__", ()))
+
+
+class _LossBackward:
+    """`backward` of a loss that a step returns: it raises. Of a loss that is saved, an empty dictionary is in its place."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("apexfx: backward() was called on the loss that a training step returned. The step has computed "
+                           "the gradients and updated the parameters already: leave out zero_grad(), backward(), clipping, "
+                           "GradScaler and optimizer.step() around it")
+
+    def __deepcopy__(self, memo: Any) -> _LossBackward:
+        return self
+
+    def __reduce__(self) -> Any:  # which torch.load() takes with weights_only=True
+        return OrderedDict, ()
+
+
+LOSS_BACKWARD = _LossBackward()
+
+
+class _SecondUpdate:
+    """A hook on an optimizer's `step()`: says once that the step of a user's loop does nothing after a training step."""
+
+    only_observes = True
+
+    def __init__(self, report: Report) -> None:
+        self._report: Report | None = report
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._report is not None and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            self._report.warn("apexfx: optimizer.step() was called, and no parameter has a gradient, so it did nothing: a "
+                              "training step has updated the parameters already. Leave out zero_grad(), backward(), "
+                              "clip_grad_norm_() and optimizer.step() around it (max_grad_norm= clips in the step)")
+            self._report = None
+
+
+def note_second_updates(optimizers: Iterable[torch.optim.Optimizer], report: Report) -> None:
+    """Have an `optimizer.step()` beside the training step noticed."""
+    for each in optimizers:
+        hooks = step_pre_hooks(each)
+        if hooks is not None and not any(isinstance(hook, _SecondUpdate) for hook in hooks):
+            each.register_step_pre_hook(_SecondUpdate(report))
+
+
+def _out_of_range(bounds: re.Match[str], error: Exception) -> IndexError:
+    found = IndexError(f"apexfx: a class label or an index of the batch is out of range, expected {bounds[1]} <= index < "
+                       f"{bounds[2]}; inner='eager' names the op")
+    for note in error.__notes__:
+        found.add_note(note)
+    return found
 
 
 def _arguments(inputs: Any) -> str:

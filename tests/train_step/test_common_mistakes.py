@@ -1,0 +1,127 @@
+"""What a user of a loop does out of habit, or mistypes, is told in the words of this package."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from tests.tables import table
+
+X, Y = torch.randn(8, 6), torch.randint(4, (8,))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def make(optimizer=torch.optim.SGD, model=None, **options):
+    model = build() if model is None else model
+    return apexfx.train_step(model, F.cross_entropy, optimizer(model.parameters(), lr=0.1),
+                             **{"inner": "eager", "opt_level": "O0", **options})
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"fallback": "transform"}], ids=str)
+def test_backward_of_the_loss(options):
+    step = make(**options)
+    loss = step(X, Y)
+    for each in (loss, copy.deepcopy(loss)):
+        with pytest.raises(RuntimeError, match=r"loss that a training step returned.* leave out zero_grad\(\), backward\(\)"):
+            each.backward(retain_graph=True)
+    torch.save({"loss": loss}, saved := io.BytesIO())
+    saved.seek(0)
+    assert torch.equal(torch.load(saved, weights_only=True)["loss"], loss)
+    step(X, Y)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, apexfx.optimizers.FusedAdam])
+def test_a_step_of_the_optimizer_beside_it(optimizer, caplog):
+    step = make(optimizer)
+    before = [p.clone() for p in step.model.parameters()]
+    step(X, Y)
+    assert "updates outside" not in str(step.report)
+    updated = [p.clone() for p in step.model.parameters()]
+    assert not any(map(torch.equal, before, updated)) and "optimizer.step()" not in caplog.text
+    for _ in range(2):
+        nn.utils.clip_grad_norm_(step.model.parameters(), 1.0)
+        step.optimizer.step()
+    assert all(map(torch.equal, step.model.parameters(), updated))
+    assert caplog.text.count("no parameter has a gradient, so it did nothing: a training step has updated") == 1
+    again = make(lambda params, lr: step.optimizer, step.model)  # another step of the same optimizer
+    step.optimizer.step()
+    again(X, Y)
+    assert caplog.text.count("no parameter has a gradient") == 1
+
+
+def test_a_loop_of_its_own_beside_it_is_no_mistake(caplog):
+    step = make()
+    step(X, Y)
+    F.cross_entropy(step.model(X), Y).backward()
+    step.optimizer.step()
+    outside = make(torch.optim.NAdam)  # whose own step() is called
+    outside(X, Y)
+    assert "updates outside" in str(outside.report) and "no parameter has a gradient" not in caplog.text
+
+
+@pytest.mark.parametrize("name, said", [("loss", "did you mean 'loss_fn'"), ("criterion", "the loss function is loss_fn="),
+                                        ("lossfn", "did you mean 'loss_fn'"), ("objectiv", "did you mean 'objective'")])
+def test_a_loss_by_another_name(name, said):
+    model = build()
+    with pytest.raises(ValueError, match=f"unknown option '{name}'.*{said}"):
+        apexfx.train_step(model, optimizer=torch.optim.SGD(model.parameters()), **{name: F.cross_entropy})
+
+
+@table(3, "optimizer, name", [(optimizer, name) for optimizer, names in {
+    torch.optim.SGD: ("lr", "momentum", "weight_decay"), torch.optim.AdamW: ("lr", "eps", "weight_decay"),
+    torch.optim.RMSprop: ("lr", "alpha"), torch.optim.Muon: ("lr", "weight_decay"),
+}.items() for name in names])
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_text_for_a_number(optimizer, name, calls):
+    step = make(optimizer, nn.Linear(6, 4, bias=False))
+    for _ in range(calls):
+        step(X, Y)
+    before = step.model.weight.clone()
+    step.optimizer.param_groups[0][name] = "1e-1"
+    with pytest.raises(TypeError, match=rf"{name} of the optimizer is '1e-1' \(str\), expected a number: float\('1e-1'\)"):
+        step(X, Y)
+    assert torch.equal(step.model.weight, before)
+    step.optimizer.param_groups[0][name] = 0.1
+    step(X, Y)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_model_that_is_converted(calls):
+    step = make()
+    for _ in range(calls):
+        step(X, Y)
+    step.model.double()
+    with pytest.raises(RuntimeError, match=r"parameters were converted \(model.double\(\)\); call model.float\(\), or give "
+                                           "inputs in torch.float64") as raised:
+        step(X, Y)
+    assert "numpy" not in str(raised.value)
+    assert step(X.double(), Y).dtype == torch.float64
+
+
+def test_the_mean_of_a_loss_that_is_none():
+    step = make()
+    assert step.mean_loss.isnan() and step.mean_loss.dtype == torch.float64
+    step(X, Y)
+    with pytest.raises(RuntimeError, match=r"apexfx.Mean\(total, count\), and this step's is a scalar"):
+        step.mean_loss  # noqa: B018
+
+
+@pytest.mark.parametrize("call", [lambda s: s(torch.randn(6, 7), Y[:6]), lambda s: s(X[:7], Y[:6])], ids=["features", "targets"])
+def test_sizes_that_change_have_no_names(call):
+    step = make()
+    step(X[:4], Y[:4])
+    step(X[:5], Y[:5])
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        call(step)
+    called, sizes, _ = raised.value.__notes__[-1].splitlines()
+    assert "called: step(float32[" in called and sizes.endswith("differ from call to call; this one's are in the line above")
