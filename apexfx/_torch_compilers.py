@@ -53,7 +53,7 @@ from torch._inductor.debug import reset_provenance_globals as keep_kernels  # wi
 from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
-from torch._inductor.scheduler import SchedulerNode
+from torch._inductor.scheduler import Scheduler, SchedulerNode
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.virtualized import V as inductor_state
 from torch._inductor.virtualized import ops as inductor_ops
@@ -183,19 +183,41 @@ def guard_classes() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(builder, "is_from_closure_source", is_of_method, create=True)
 
 
-def keep_order_of_writes() -> contextlib.AbstractContextManager[Any]:
-    """Have a loop of Inductor's that takes the ranges of another, to be fused with it, come after the writes that it reads still.
+@contextlib.contextmanager
+def keep_order_of_writes() -> Iterator[None]:
+    """Have code of Inductor's read memory before or after a write, as the graph does. In three places 2.13 does not:
 
-    Torch (2.13, CPU) forgets which they are: of a buffer that a scatter writes the loop may read the zeros that it begins with.
+    - A loop that takes the ranges of another, to be fused with it, forgets which writes it reads (CPU): of a buffer that a
+      scatter writes it may read the zeros that it begins with.
+    - What is written to a tensor is computed in the loop that writes it, though it reads the tensor elsewhere:
+      `q.copy_(q.flip(0))`, `q[1:] = q[:-1].clone()`.
+    - It is fused with that loop where the tensor was written in the graph before, as by `q[rows] = k`, and has another name.
     """
-    recompute = SchedulerNode.recompute_size_and_body
+    recompute, realize_into = SchedulerNode.recompute_size_and_body, inductor_ir.MutationLayoutSHOULDREMOVE.realize_into
+    is_fusable = Scheduler.fusable_weak_dep
 
     @functools.wraps(recompute)
     def recompute_and_rename(self: SchedulerNode, *args: Any, **options: Any) -> None:
         recompute(self, *args, **options)
         self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
-    return mock.patch.object(SchedulerNode, "recompute_size_and_body", recompute_and_rename)
+    def realize_what_reads_it(src: Any, dst: Any, unsafe_alias: bool = False) -> Any:
+        dst.realize()
+        inductor_state.graph.mark_buffer_mutated(dst.get_name())  # has what else reads it computed, which comes first
+        if not unsafe_alias and dst.get_name() in src.get_read_names():
+            src.realize()
+        return realize_into(src, dst, unsafe_alias)
+
+    def reads_no_earlier_write(self: Scheduler, weak_dep: Any, node1: Any, node2: Any) -> bool:
+        names = self.mutation_real_name
+        memory = names.get(weak_dep.mutating_buf)
+        return is_fusable(self, weak_dep, node1, node2) and not any(
+            read.name != memory and names.get(read.name) == memory for read in node1.read_writes.reads)
+
+    with mock.patch.object(SchedulerNode, "recompute_size_and_body", recompute_and_rename), \
+            mock.patch.object(inductor_ir.MutationLayoutSHOULDREMOVE, "realize_into", realize_what_reads_it), \
+            mock.patch.object(Scheduler, "fusable_weak_dep", reads_no_earlier_write):
+        yield
 
 
 def compilations() -> list[Compilation]:

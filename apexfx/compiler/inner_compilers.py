@@ -43,7 +43,9 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
     if patches.get("cpp_wrapper", inductor_config.cpp_wrapper):
         for node in gm.graph.find_nodes(op="placeholder"):
             node.meta.pop("val", None)  # in place of the inputs it would be read, and None where it is a number or a size
-    return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward, is_shared), config_patches=patches)
+    inner_compile = functools.partial(_inner_compile, backward, is_shared)
+    compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
+    return torch_faults.resolve_negated_inputs(gm, example_inputs, compiled)
 
 
 def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ def specialize_kept_floats(gm: fx.GraphModule) -> None:
 def check_lowered_rightly(gm: fx.GraphModule) -> None:
     """Refuse what Dynamo and AOTAutograd are known to get wrong, without a word, and what passes cannot look into."""
     _check_functions(gm)
+    for body in bodies(gm):
+        _check_dropouts(body)
     windows: set[fx.Node] = set()  # what lies in memory that is seen through windows with gaps
     for node in (node for body in bodies(gm) for node in body.graph.nodes):
         if node.op == "call_method" and node.target == "unfold" and len(node.args) == 4 and node.args[3] > node.args[2] \
@@ -82,6 +84,32 @@ def _check_functions(gm: fx.GraphModule) -> None:
             raise ValueError(f"apexfx: under vmap and torch.func a graph would lose the backward of {cls.__name__}, a "
                              "torch.autograd.Function; write it without one, apply it outside of them, or call what does in a "
                              "function under @torch.compiler.disable")
+
+
+def _check_dropouts(body: fx.GraphModule) -> None:
+    """Refuse to read what was written by another name where a dropout that drops nothing has made it.
+
+    In eager that returns its input itself, of which compilers of torch (2.13) make a copy.
+    """
+    of: dict[Any, Any] = {}  # the memory of a copy -> in eager
+    written_as: dict[Any, tuple[Any, fx.Node]] = {}  # of eager -> by which memory, and where
+    inputs = storages([value(node) for node in body.graph.find_nodes(op="placeholder")])
+    for node in body.graph.nodes:
+        reads = storages([value(each) for each in node.all_input_nodes]) | (inputs if node.op == "output" else frozenset())
+        for memory in reads:
+            by, write = written_as.get(of.get(memory, memory), (memory, node))
+            if by != memory:
+                raise ValueError(f"apexfx: {source_line(write)} writes a tensor that has two names, as a dropout that drops "
+                                 "nothing (in evaluation, or of p=0) returns its input itself, of which compilers of torch make "
+                                 "a copy; write m = m + x in the place of m += x, or leave that dropout out")
+        if node.op == "call_function" and canonical_name(node.target) == "dropout" and not argument(node, "inplace"):
+            is_on = argument(node, "train" if node.target is torch.dropout else "training")
+            if not is_on or argument(node, "p") == 0:
+                source = storages(value(argument(node, "input")))
+                of.update((copy, of.get(memory, memory)) for copy in storages(value(node)) for memory in source)
+        for memory in storages([value(each) for each in written(node)]):
+            if (eager := of.get(memory, memory)) in of.values():
+                written_as[eager] = memory, node
 
 
 def clone_detached_outputs(gm: fx.GraphModule) -> None:
@@ -154,6 +182,31 @@ def _takes_maximum(node: fx.Node) -> bool:
 
 def _is_half(val: Any) -> bool:
     return isinstance(val, torch.Tensor) and val.dtype in HALVES
+
+
+def resolve_negated_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any],
+                           compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Negate what `z.conj().imag` leaves to be negated where it is read: code of Inductor's (2.13) reads memory as it is.
+
+    Raises:
+        ValueError: the graph writes, or returns, memory of such an input.
+    """
+    negated = {place for place, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()}
+    if not negated:  # Dynamo compiles another graph for them
+        return compiled
+    nodes = gm.graph.find_nodes(op="placeholder")
+    touched = written_storages(gm) | storages([value(node) for node in gm.graph.output_node().all_input_nodes])
+    for place in negated:
+        if storages(value(nodes[place])) & touched:
+            raise ValueError(f"apexfx: {nodes[place].meta[NAME]!r} is to be negated when it is read, as z.conj().imag is, and "
+                             "the forward writes it, or returns a view of it, which Inductor does in its memory as it is; "
+                             "give x.resolve_neg(), or use inner='eager'")
+
+    def run(*args: Any) -> Any:  # in their strides, which the code expects
+        return compiled(*(arg.new_empty_strided(arg.size(), arg.stride()).copy_(arg) if place in negated else arg
+                          for place, arg in enumerate(args)))
+
+    return run
 
 
 def keep_keywords(gm: fx.GraphModule) -> None:

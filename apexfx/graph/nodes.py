@@ -208,7 +208,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 # Functions written in C, and the op that has the same parameters.
-_OVERLOADS = {torch.batch_norm: torch.ops.aten.batch_norm.default}
+_OVERLOADS = {torch.batch_norm: torch.ops.aten.batch_norm.default, torch.dropout: torch.ops.aten.dropout.default}
 
 
 @functools.cache
