@@ -156,3 +156,17 @@ def test_a_size_that_a_loss_compares_is_refused_with_the_line_that_reads_it():
         step(nn.functional.mse_loss)(*batch)
     expected = float(nn.functional.mse_loss(model(*batch[:2]), batch[2]).detach())
     assert float(step(lambda out, y: (out - y).square().mean())(*batch)) == pytest.approx(expected)
+
+
+def rows_or_all(model, h, k):
+    rows = h[h[:, 0] > 9]
+    if n := rows.shape[0]:
+        return rows / n
+    return h
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_transform_refuses_a_branch_on_a_number_that_was_read_at_its_line(fullgraph):
+    model = apexfx.transform(Bank(rows_or_all), opt_level="O0", inner="eager", fullgraph=fullgraph)
+    with pytest.raises(RuntimeError, match=r"apexfx: a branch, or a shape, .*rows_or_all: if n := rows.shape\[0\]:\n  Use"):
+        model(batches()[0])

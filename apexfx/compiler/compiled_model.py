@@ -16,8 +16,10 @@ from .._torch import functorch_config, module_hooks, tensor_version
 from .._torch_compilers import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    GuardOnDataDependentSymNode,
     InternalTorchDynamoError,
     TorchRuntimeError,
+    UserError,
     dynamo_config,
     dynamo_skip,
     graph_breaks,
@@ -29,7 +31,7 @@ from ..graph.printing import count_text, first_names
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
-from .forward_errors import DataDependentError, as_in_eager, name_precision
+from .forward_errors import DataDependentError, as_in_eager, name_precision, of_data
 from .graph_breaks import note_breaks, shown
 from .graph_compiler import GraphCompiler
 from .left_as_it_was import left_as_it_was
@@ -163,6 +165,8 @@ class CompiledModel:
             if isinstance(inner, DataDependentError) or "unbacked symbol" in str(inner):
                 inner.add_note("  apexfx: read the number in a function under @torch.compiler.disable, where the graph breaks")
             raise inner from (None if inner is not error else error.__cause__)
+        except (UserError, GuardOnDataDependentSymNode) as error:
+            raise of_data(error) or error from error.__cause__
         except TorchRuntimeError as error:
             raise as_in_eager(error) or error from None
         except NotImplementedError as error:

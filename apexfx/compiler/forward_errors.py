@@ -57,6 +57,19 @@ def as_in_eager(error: BaseException) -> Exception | None:
     return with_place(raised, said)
 
 
+def of_data(error: Exception) -> DataDependentError | None:
+    """Return what is said of a forward that branches on a number which it has read from data, as on how many rows a mask takes.
+
+    None where that is not what Dynamo failed at.
+    """
+    said = str(error)
+    if "data-dependent" not in said or not (frames := frames_of_user(said)):
+        return None
+    return DataDependentError("apexfx: a branch, or a shape, depends on a number that the forward has read from data, which is "
+                              f"in the graph: {place(*frames[-1])}\n  Use a mask or torch.where in the place of the branch, or "
+                              "put it into a function under @torch.compiler.disable, where the graph breaks")
+
+
 def with_place(error: Exception, said: str) -> Exception:
     """Return an error, noting on it the last line of the user's among the frames that a text of Dynamo's has."""
     if frames := frames_of_user(said):

@@ -54,7 +54,9 @@ def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, op
                          "give it once")
     trained = [p for p in held if p.requires_grad]
     if not trained:
-        raise ValueError(f"apexfx: {optimizers.name} holds no parameter that requires a gradient")
+        raise ValueError(f"apexfx: {optimizers.name} holds no parameter that requires a gradient. Call requires_grad_(True) on "
+                         "what this step trains before train_step(), which looks at it once; what is trained in turns, as the "
+                         "networks of a GAN, is frozen around the calls of the other step")
     devices = {p.device for p in trained}
     if len(devices) > 1:
         raise ValueError(f"apexfx: the parameters are on {', '.join(sorted(map(str, devices)))}; a step runs on one device")

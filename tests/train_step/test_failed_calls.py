@@ -126,3 +126,10 @@ def test_float16_gradients_are_not_unscaled_in_float16():
     step = heads(FusedAdam, Heads().half())
     step(*(x.half() for x in samples(1)[0]))
     assert step.loss_scale == 2.0**16
+
+
+def test_an_optimizer_of_a_network_that_is_frozen_for_a_phase_is_refused_with_what_to_do():
+    model = Heads().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"Adam holds no parameter that requires a gradient. Call requires_grad_.* GAN, is "
+                                         "frozen around the calls of the other step"):
+        apexfx.train_step(model, objective=no_gradient, optimizer=Adam(model.parameters()), opt_level="O0", inner="eager")
