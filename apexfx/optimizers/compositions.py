@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.orthogonalize import orthogonal
+
 aten = torch.ops.aten
 _Tensors = list[Tensor]
 
@@ -233,24 +235,18 @@ def adadelta(params, grads, square_avgs, acc_deltas, _, lr, rho, eps, weight_dec
 def muon(params, grads, buffers, _, lr, momentum, weight_decay, nesterov, coefficients, eps, num_iterations, adjust_lr_fn):
     """torch.optim.Muon: the direction of a matrix is made orthogonal, in bfloat16, by products (Newton-Schulz)."""
     _lerp_(buffers, grads, _one_minus(momentum))
-    for param, direction in zip(params, _lerp(grads, buffers, momentum) if nesterov else buffers):
+    directions = _lerp(grads, buffers, momentum) if nesterov else buffers
+    halves = [_cast(direction, torch.bfloat16) for direction in directions]
+    if isinstance(eps, Tensor):  # of a schedule
+        orthogonals = [orthogonal(half, *coefficients, _cast(eps, half.dtype), num_iterations) for half in halves]
+    else:
+        orthogonals = torch.ops.apexfx.orthogonalize(halves, *coefficients, eps, num_iterations)
+    for param, direction, new in zip(params, directions, orthogonals):
         num_rows, num_columns = param.shape
         ratio = math.sqrt(max(1.0, num_rows / num_columns)) if adjust_lr_fn in (None, "original") else \
             0.2 * math.sqrt(max(num_rows, num_columns)) if adjust_lr_fn == "match_rms_adamw" else 1.0
-        orthogonal = _orthogonal(direction, *coefficients, eps, num_iterations)
         _decayed([param], [direction], weight_decay, lr)
-        _add_([param], [_cast(orthogonal, param.dtype)], lr * ratio)
-
-
-def _orthogonal(matrix: Tensor, a: float, b: float, c: float, eps: float | Tensor, num_iterations: int) -> Tensor:
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = _cast(matrix, torch.bfloat16)
-    x = x.permute(1, 0) if is_tall else x
-    x = x / torch.linalg.vector_norm(x).clamp_min(_cast(eps, x.dtype) if isinstance(eps, Tensor) else eps)
-    for _ in range(num_iterations):
-        gram = x @ x.permute(1, 0)
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.permute(1, 0) if is_tall else x
+        _add_([param], [_cast(new, param.dtype)], lr * ratio)
 
 
 COMPOSITIONS: dict[str, Callable[..., None]] = {
