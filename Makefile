@@ -17,10 +17,10 @@ all: $(VENV)/.built
 demo: $(VENV)/.built
 	$(BIN)/python -m apexfx demo
 
-test: $(VENV)/.built
+test: $(VENV)/.tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 tests
 
-test-long: $(VENV)/.built
+test-long: $(VENV)/.tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long or not long" tests
 
 lint: | $(BIN)/python
@@ -48,7 +48,7 @@ docs:
 	build/docs/bin/python -m pip install -q --group docs
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
 
-bench: $(VENV)/.built
+bench: $(VENV)/.tests
 	$(BIN)/python benchmarks/run_all.py
 
 check-cuda: $(VENV)/.torch
@@ -61,12 +61,19 @@ $(BIN)/python:
 	$(PY) -m venv $(VENV) || { $(PY) -m venv --without-pip $(VENV) && $(PY) -m pip --python $@ install -q pip; }
 
 $(VENV)/.torch: | $(BIN)/python
-	$(BIN)/python -m pip install -q "setuptools>=77.0.3" wheel "$(TORCH)"
-	touch $@
+	@echo "make: installs $(TORCH) in $(VENV): some 200 MB for a CPU, 3 GB with CUDA, minutes of download"
+	$(BIN)/python -m pip install "setuptools>=77.0.3" wheel "$(TORCH)"
+	@touch $@
 
 $(VENV)/.built: $(VENV)/.torch $(SRC)
+	@echo "make: compiles the ops and installs apexfx and what its demo needs in $(VENV): minutes, without a line from pip"
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[demo]"
+	@touch $@
+
+$(VENV)/.tests: $(VENV)/.built
+	@echo "make: installs what the tests need, pytest and transformers among it: up to a minute"
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
-	touch $@
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info apexfx/*.so
