@@ -11,11 +11,12 @@ import gc
 import json
 import operator
 import re
+import string
 import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
@@ -44,9 +45,12 @@ from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_
 from torch._functorch._aot_autograd import graph_compile as aot_graph_compile
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
 from torch._functorch.partitioners import default_partition
+from torch._inductor import async_compile as inductor_async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor import ir as inductor_ir
 from torch._inductor import lowering as inductor_lowering
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
@@ -55,6 +59,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
 from torch._inductor.scheduler import Scheduler, SchedulerNode
 from torch._inductor.select_algorithm import extern_kernels
+from torch._inductor.utils import clear_on_fresh_cache
 from torch._inductor.virtualized import V as inductor_state
 from torch._inductor.virtualized import ops as inductor_ops
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -349,6 +354,50 @@ def generated_code() -> list[GeneratedCode]:
 def traced_code() -> list[types.CodeType]:
     """Return the code of the functions that are in the graph which Dynamo is compiling."""
     return list(torch._guards.TracingContext.get().get_traced_code() or ())
+
+
+@clear_on_fresh_cache
+class CppFile(CppPythonBindingsCodeCache):
+    """A C++ file of several kernels, each of which becomes a module of its own, as a kernel that has a file does (2.13)."""
+
+    cache: ClassVar[dict[str, Callable[[], Any]]] = {}
+    cache_clear = staticmethod(cache.clear)
+
+    @classmethod
+    def is_known(cls) -> bool:
+        """Return whether this torch calls kernels as 2.13 does."""
+        fields = {field for _, field, _, _ in string.Formatter().parse(cls.suffix_template) if field}
+        return fields == {"arg_len", "call_entry_func", "entry_func", "extra_parse_arg"}
+
+    @classmethod
+    def load_kernels(cls, kernels: Sequence[tuple[Sequence[str], str]]) -> Callable[[], list[Callable[..., None]]]:
+        """Begin to compile a file that no cache has; return what waits for it, and returns the kernels' functions.
+
+        Args:
+            kernels: the types of the arguments, and the code, whose function is `kernel`.
+        """
+        names, bodies = [f"kernel_{place}" for place in range(len(kernels))], []
+        for name, (kinds, code) in zip(names, kernels):
+            arguments = [f"parse_arg<{kind.replace('const ', '')}>(args, {place})" for place, kind in enumerate(kinds)]
+            call = cls.call_entry_function.format(", ".join(arguments))
+            binding = cls.suffix_template.format(arg_len=len(kinds), call_entry_func=call, entry_func=name, extra_parse_arg="")
+            bodies.append(f"#define kernel {name}\nnamespace in_{name} {{\n{code}\n{binding}\n}}\n#undef kernel\n")
+        body = "\n".join(bodies)
+        headers = dict.fromkeys(line.strip() for line in _HEADER.findall(body))  # those of all, in front of all namespaces
+        submit = AsyncCompile.submit if get_compile_threads() > 1 else None
+        load = cls.load_async("\n".join([*headers, _HEADER.sub("", body)]), submit_fn=submit)
+        return lambda: [load().function(name) for name in names]
+
+    @classmethod
+    def _load_library_inner(cls, path: str, key: str) -> Any:
+        def function(name: str) -> Callable[..., None]:
+            own = type(name, (CppPythonBindingsCodeCache,), {"entry_function": name})
+            return getattr(own._load_library_inner(path, key), name)
+
+        return types.SimpleNamespace(function=function)
+
+
+_HEADER = re.compile(r"^[ \t]*#[ \t]*(?:include|define PY_SSIZE_T_CLEAN)\b.*$", re.MULTILINE)
 
 
 for function in in_graphs:

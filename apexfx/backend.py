@@ -34,13 +34,15 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     A backend is shown graphs, and the model only as their inputs: `ddp` and `methods` are `transform()`'s.
     """
     from ._torch_compilers import compiling_backend, graph_breaks_around
+    from .compiler.progress import PROGRESS, captured
 
     if mode is not None:
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}, "
                          "among them 'inner_options', for what torch._inductor.list_mode_options(mode) returns")
     compiler = _compiler_of(compiling_backend(), options)
     breaks = graph_breaks_around(gm)
-    compiled = compiler(gm, example_inputs)
+    with PROGRESS.compiling(captured(gm)):
+        compiled = compiler(gm, example_inputs)
     _note_breaks(compiler, breaks)
     warn_unmatched(compiler.report, " so far")  # a graph break may be followed by graphs that have something for the pass
     return compiled

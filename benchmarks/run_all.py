@@ -57,6 +57,7 @@ SHORT = (  # in order of worth
     "coverage.py --models vit --programs distillation --levels O1 --json results/coverage.json --page results/coverage.md",
     "programs.py --programs distillation --rounds 5 --json results/programs.json",
     "derivatives.py --programs forces --rounds 10 --environment ../../build/jax --json results/derivatives.json",
+    "first_call.py --rows AdamW --turns 1 --json results/first_call.json",
     "xentropy.py --rows 32 --rounds 1",
     "whole_steps.py bert --device cpu --tiny --inner eager --json results/whole_steps_cpu.json",
     "one_rank.py --device cpu --inner eager --json results/one_rank_cpu.json",

@@ -28,6 +28,7 @@ from ..graph.nodes import graphs
 from ..graph.printing import format_graph
 from ..passes.base import Pass
 from ..report.records import StageReport, stage_from_json, stage_to_json
+from .progress import PROGRESS
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ def compiled_by_one_rank(key: str | None) -> Iterator[None]:
                 try:
                     held.enter_context(lock.acquire(blocking=False))
                 except Timeout:
+                    PROGRESS.enter("waiting for another rank of this host, which compiles the same graph")
                     with lock:
                         log.info("another rank has compiled this graph")
         yield

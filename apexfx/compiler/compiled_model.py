@@ -38,6 +38,7 @@ from .left_as_it_was import left_as_it_was
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .private_code import with_own_code, with_private_code
+from .progress import PROGRESS
 from .recompiles import limit_hit
 from .refusals import check_call, untraceable
 from .rewritten_graph import WeakBackend
@@ -158,7 +159,8 @@ class CompiledModel:
         self._index.arguments = args, kwargs
         args = args if self._of_inputs else (model, *args)
         try:
-            with self._dynamo_settings(), self.classes.in_place(model, itself=self._source):
+            first = contextlib.nullcontext() if self._checked else PROGRESS.compiling(f"Dynamo captures {self._name}")
+            with first, self._dynamo_settings(), self.classes.in_place(model, itself=self._source):
                 result = run(*args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as error:
             inner = getattr(error, "inner_exception", error)  # ours, said once and with its own type

@@ -23,8 +23,11 @@ from .._torch_compilers import (
     keep_order_of_writes,
 )
 from ..graph.nodes import call, value
+from ..graph.printing import count_text
 from . import lowerings, torch_faults
 from .cache import compiled_by_one_rank
+from .kernel_files import several_kernels_a_file
+from .progress import PROGRESS
 
 # Inductor's default reorders for peak memory: it moves all compute before the collectives and hides nothing.
 _OPTIONS = {"reorder_for_peak_memory": False, **TRACK_KERNELS}
@@ -44,7 +47,8 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
         for node in gm.graph.find_nodes(op="placeholder"):
             node.meta.pop("val", None)  # in place of the inputs it would be read, and None where it is a number or a size
     inner_compile = functools.partial(_inner_compile, backward, is_shared)
-    compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
+    with several_kernels_a_file():  # of a cache, here, and of those that are compiled below
+        compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
     return torch_faults.resolve_negated_inputs(gm, example_inputs, compiled)
 
 
@@ -74,6 +78,7 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
     torch_faults.keep_keywords(gm)
     key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared and backward.key else None
     with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), keep_order_of_writes(), \
+            several_kernels_a_file(), PROGRESS.compiling(f"Inductor makes code of {count_text(count_calls(gm.graph), 'op')}"), \
             compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
     if options.get("is_backward") or backward.is_train_step:

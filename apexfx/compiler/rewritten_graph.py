@@ -36,6 +36,7 @@ from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .process_groups import Groups
+from .progress import PROGRESS, captured
 from .recompiles import why_compiled_again
 from .refusals import check_inputs, check_python_objects
 from .verification import real_inputs
@@ -87,6 +88,7 @@ class RewrittenGraph:
 
     def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
         """Return what runs the graph; the report has it from then on."""
+        PROGRESS.enter("passes done, AOTAutograd derives what runs")
         with torch_faults.mended(self.gm), _explained(self.gm):
             compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options)
         report.add(self.record)  # not before: what the inner compiler refuses never runs
@@ -196,7 +198,8 @@ class WeakBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         compiler = self._compiler()
-        compiled = compiler(gm, example_inputs, **options)
+        with PROGRESS.compiling(captured(gm)):
+            compiled = compiler(gm, example_inputs, **options)
         compiled_ref = weakref.ref(compiled)
 
         def run(*args: Any) -> Any:

@@ -23,6 +23,7 @@ from .._torch_compilers import dynamo_config, guard_classes, mark_static_address
 from ..compiler.compiled_model import WARNING_FILTERS
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
+from ..compiler.progress import PROGRESS
 from ..compiler.rewritten_graph import WeakBackend
 from ..compiler.traced import Traced
 from ..config import TransformConfig
@@ -131,8 +132,8 @@ class StepGraphs:
         self._state.keep_buffers()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         of_program: list[Exception] = []
-        with contextlib.nullcontext() if is_set else self._patch, guard_classes(), torch.no_grad(), \
-                capture_errors(of_program), self._parts.step_model.traceable() as model:
+        with PROGRESS.compiling("Dynamo captures the step"), contextlib.nullcontext() if is_set else self._patch, \
+                guard_classes(), torch.no_grad(), capture_errors(of_program), self._parts.step_model.traceable() as model:
             outputs = variant.compiling(self._inputs(model), batch, named)
         if of_program:
             self._parts.step_model.run_in_eager(self._parts.objective, batch, named)

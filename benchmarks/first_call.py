@@ -1,0 +1,170 @@
+"""Measure what the first update of a small GPT costs, in seconds of the processor, against torch.compile of the same loop.
+
+    python benchmarks/first_call.py                                       # every row, three turns
+    python benchmarks/first_call.py --rows accumulate=4+Muon --turns 5
+
+A row is a training loop of a GPT (4 layers of width 128) that clips gradients, with AdamW or with Muon for the matrices of its
+layers and AdamW for the rest, that updates after each call or after four. Each variant runs it to the end of the first update in
+a new process, with an empty compile cache ("cold") and once more ("warm"). Seconds are those of the processor, user and system,
+of that process and all that it starts, imports left out: a machine that others share changes them little. Variants take turns.
+Columns: medians; this / torch.compile in the same turn (below 1 is cheaper), the median, lowest and highest; how many files, and
+KiB, the C++ compiler was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+
+WIDTH, HEADS, LAYERS, TOKENS, VOCABULARY, BATCH = 128, 4, 4, 64, 256, 8
+PEER = "torch.compile"
+ROWS = {"AdamW": (1, False), "Muon": (1, True), "accumulate=4": (4, False), "accumulate=4+Muon": (4, True)}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(2, (HEADS, -1)).transpose(1, 2) for each in self.qkv(self.norm_1(x)).chunk(3, dim=2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places))))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def optimizers(model: Gpt, muon: bool) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.blocks.parameters() if muon and p.ndim == 2]
+    rest = [p for p in model.parameters() if not any(p is each for each in matrices)]
+    return [*([torch.optim.Muon(matrices, lr=1e-3)] if matrices else []), torch.optim.AdamW(rest, lr=1e-3)]
+
+
+def by_hand(model: Gpt, calls: int, muon: bool, options: dict[str, Any]) -> Callable[..., object]:
+    compiled, updates, count = torch.compile(model), optimizers(model, muon), itertools.count(1)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=options["opt_level"] != "O0"):
+            loss = loss_of(compiled(tokens), targets)
+        (loss / calls).backward()
+        if next(count) % calls == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in updates:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return step
+
+
+def by_train_step(model: Gpt, calls: int, muon: bool, options: dict[str, Any]) -> Callable[..., object]:
+    import apexfx
+
+    return apexfx.train_step(model, loss_of, optimizers(model, muon), accumulate=calls, max_grad_norm=1.0, **options)
+
+
+VARIANTS = {PEER: by_hand, "train_step": by_train_step}
+
+
+def used(who: int) -> float:
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime
+
+
+def first_update(variant: str, row: str, level: str) -> None:
+    """Print what this process has used before the first update."""
+    import apexfx  # noqa: F401
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    calls, muon = ROWS[row]
+    batch = torch.randint(VOCABULARY, (BATCH, TOKENS)), torch.randint(VOCABULARY, (BATCH, TOKENS))
+    print(used(resource.RUSAGE_SELF) + used(resource.RUSAGE_CHILDREN), flush=True)
+    step = VARIANTS[variant](Gpt(), calls, muon, {"opt_level": level})
+    for _ in range(calls):
+        step(*batch)
+
+
+def processor_seconds(variant: str, row: str, level: str, folder: str) -> float:
+    """Return those of a first update in a new process, and of all that it starts, which have ended when it has."""
+    before = used(resource.RUSAGE_CHILDREN)
+    child = subprocess.run([sys.executable, __file__, "--child", variant, row, level], stdout=subprocess.PIPE, check=True,
+                           text=True, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder})
+    return used(resource.RUSAGE_CHILDREN) - before - float(child.stdout)
+
+
+def measure(variant: str, row: str, level: str) -> dict[str, float]:
+    """Return the seconds with an empty cache and with what that has left in it, and what was compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        cold = processor_seconds(variant, row, level, folder)
+        sizes = [path.stat().st_size for path in Path(folder).rglob("*.main.cpp")]
+        warm = processor_seconds(variant, row, level, folder)
+    return {"cold": cold, "warm": warm, "files": len(sizes), "KiB": sum(sizes) / 1024}
+
+
+def summary(row: str, variant: str, found: Sequence[dict[str, float]], peer: Sequence[dict[str, float]]) -> dict[str, Any]:
+    result: dict[str, Any] = {"row": row, "variant": variant}
+    for kind in ("cold", "warm"):
+        ratios = [own[kind] / other[kind] for own, other in zip(found, peer)]
+        result |= {f"{kind} s": statistics.median(each[kind] for each in found), f"{kind} ratio": statistics.median(ratios),
+                   f"{kind} low": min(ratios), f"{kind} high": max(ratios)}
+    return result | {"files": found[0]["files"], "KiB": found[0]["KiB"]}
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--level", choices=("O0", "O1", "O2"), default="O0")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        return first_update(*given.child)
+    rows = []
+    for row in given.rows:
+        taken: dict[str, list[dict[str, float]]] = {variant: [] for variant in given.variants}
+        for turn in range(given.turns):
+            for variant in given.variants[turn % len(taken):] + given.variants[:turn % len(taken)]:
+                taken[variant].append(measure(variant, row, given.level))
+                print(row, variant, json.dumps(taken[variant][-1]), flush=True)
+        rows += [summary(row, variant, found, taken.get(PEER, found)) for variant, found in taken.items()]
+    print(tabulate(rows, headers="keys", floatfmt=".2f"))
+    harness.write_record(given.json, level=given.level, turns=given.turns, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
