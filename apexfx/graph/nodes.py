@@ -195,6 +195,17 @@ def refake(gm: fx.GraphModule) -> None:
             set_value(node, evaluate(node, mode))
 
 
+def refake_copies(gm: fx.GraphModule) -> None:
+    """Give a node that shares its value with the one that it was copied from, as in a checkpoint, memory of its own."""
+    mode, seen = fake_mode(gm.graph), set()
+    for node in gm.graph.nodes:
+        if not isinstance(val := value(node), (torch.Tensor, tuple, list)):
+            continue
+        if node.op == "call_function" and id(val) in seen and not isinstance(node.target, HigherOrderOperator):
+            set_value(node, evaluate(node, mode))
+        seen.add(id(val))
+
+
 def argument(node: fx.Node, name: str) -> Any:
     """Return the argument `name` of a call, however it was passed; else its default, or None where there is none.
 

@@ -30,7 +30,7 @@ from ..distributed.agreement import Agreement, Communication, explained
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written, written_storages
-from ..graph.nodes import NAME, PASS, value
+from ..graph.nodes import NAME, PASS, refake_copies, value
 from ..graph.shared_memory import MemoryCheck
 from ..observe.non_finite import BACKWARD
 from ..precision.call_casts import check_unwritten
@@ -297,6 +297,7 @@ class StepPasses(BackwardPasses):
     def run(self, gm: fx.GraphModule) -> StageReport:
         """Run the step stage over `gm` and put it in the report."""
         capture.name_inputs(gm, self._placeholders)
+        refake_copies(gm)
         self._check_gradients(gm)
         _mark_sums(gm)
         self._record.backward = self._pipeline.run("step", gm, inputs=random_inputs(gm))

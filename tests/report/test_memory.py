@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import apexfx
 from apexfx.report.html import page_data
@@ -113,3 +114,25 @@ def test_another_graph_has_none():
     with pytest.raises(RuntimeError, match="not that of a whole training step"):
         model.report.memory()
     assert str(MemoryTimeline([], {kind: [] for kind in KINDS})) == "the graph is empty"
+
+
+def test_what_a_checkpoint_computes_again_lies_in_memory_of_its_own():
+    class Blocks(nn.Module):
+        def __init__(self, checkpoints):
+            super().__init__()
+            self.checkpoints = checkpoints
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+            return x
+
+    def activations(checkpoints):
+        model = Blocks(checkpoints)
+        step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+        return max(step.capture(torch.randn(512, 16), torch.randn(512, 16)).memory().alive["activations"])
+
+    hidden = 512 * 64 * 4  # bytes: the results of a block's Linear and GELU
+    assert activations(False) > 8 * hidden
+    assert activations(True) < 5 * hidden  # those of one block, their gradient, and the inputs of the others
