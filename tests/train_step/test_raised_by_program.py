@@ -228,7 +228,8 @@ def warns_in_between(h, bad):
 
 @pytest.mark.filterwarnings("ignore:of this test")
 @table(4, "form, way, level", [(form, way, level) for form in (filters, an_action, filters_alone, warns, warns_in_between)
-                               for way in ("transform", "step") for level in ("O0", "O1", "O2")], ids=lambda value: getattr(value, "__name__", value))
+                               for way in ("transform", "step") for level in ("O0", "O1", "O2")],
+       ids=lambda value: getattr(value, "__name__", value))
 def test_a_forward_that_handles_warnings_is_one_graph(form, way, level):
     def model():
         torch.manual_seed(0)
