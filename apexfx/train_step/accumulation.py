@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from ..config import HALVES
 from .inputs import StepInputs
 from .mean import Weighted
 
 ACCUMULATED = ".accumulated"  # ends the name of what accumulates the gradients of a parameter
 MEANS = f"loss{ACCUMULATED}"  # the name of `StepMean.sums`
+
+
+def dtype_of_sum(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which gradients are added: float32 for a half, in which a long sum would stand still."""
+    return torch.float32 if parameter.dtype in HALVES else parameter.dtype
 
 
 def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
@@ -29,7 +36,7 @@ def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
 def add_accumulated(inputs: StepInputs, grads: Sequence[Tensor | None], weighted: Weighted | None) -> list[Tensor | None]:
     """Return the sums of these gradients, the last ones, and those that were accumulated."""
     buffers = inputs.buffers if weighted is None else [buffer * weighted.earlier for buffer in inputs.buffers]
-    return [_sum(buffer, held, g) for buffer, held, g in zip(buffers, inputs.accumulated, grads)]
+    return [_sum(buffer, held, g, p.dtype) for buffer, held, g, p in zip(buffers, inputs.accumulated, grads, inputs.params)]
 
 
 def clear_accumulated(buffers: Sequence[Tensor], means: Tensor | None) -> None:
@@ -38,7 +45,7 @@ def clear_accumulated(buffers: Sequence[Tensor], means: Tensor | None) -> None:
         buffer.zero_()
 
 
-def _sum(buffer: Tensor, held: bool, gradient: Tensor | None) -> Tensor | None:
+def _sum(buffer: Tensor, held: bool, gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if gradient is None:
-        return buffer.clone() if held else None
-    return buffer + gradient if held else gradient
+        return buffer.to(dtype, copy=True) if held else None
+    return (buffer + gradient).to(dtype) if held else gradient

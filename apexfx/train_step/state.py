@@ -15,7 +15,7 @@ from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
 from ..ops.apply_gradients import StepPlan
-from .accumulation import ACCUMULATED, MEANS, clear_accumulated
+from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
 from .ema import COUNTS
 from .kept_buffers import KeptBuffers
@@ -81,7 +81,7 @@ def read(parts: StepParts, before: StepLists, means: Tensor | None) -> StepLists
         labels = before.optimizer.labels if before.optimizer is not None else {}
         state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled)
     params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.buffers))
-    buffers = [known[id(p)].to(p.dtype) if id(p) in known else torch.zeros_like(p, requires_grad=False)
+    buffers = [known.get(id(p), torch.zeros_like(p, requires_grad=False)).to(dtype_of_sum(p))
                for p in params] if options.accumulate > 1 else []
     of_model = set(map(id, parts.model.parameters()))
     averaged = [p for p in params if id(p) in of_model]

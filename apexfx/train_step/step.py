@@ -186,7 +186,8 @@ class TrainStep:
             state.note_communication()
             weighted, lists = state.mean.of_accumulated(), state.lists
             factor = parts.options.accumulate / num_calls if weighted is None else weighted.earlier
-            grads = [b * factor if id(p) in state.accumulated else None for p, b in zip(lists.params, lists.buffers)]
+            grads = [(b * factor).to(p.dtype) if id(p) in state.accumulated else None
+                     for p, b in zip(lists.params, lists.buffers)]
             grads = averaged_copies(lists.names, lists.params, grads, parts.options.config.buckets, parts.groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
                 state.mean.note(weighted and weighted.mean, accumulates=False)

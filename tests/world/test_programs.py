@@ -9,7 +9,7 @@ import torch
 
 import apexfx
 from apexfx.testing import tolerance
-from tests.world import generative, hugging_face, kinds, language, others, vision  # noqa: F401
+from tests.world import generative, hugging_face, kinds, language, others, reports, vision  # noqa: F401
 from tests.world.script import ENTRIES, PROGRAMS, distance, train
 
 # oneDNN has no such LSTM, and torch.complex() takes no bfloat16; torch.autocast calls them all the same.
