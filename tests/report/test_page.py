@@ -213,6 +213,11 @@ def test_a_browser_shows_searches_folds_and_draws(tmp_path):
         assert not find("img") and HOSTILE[0] in find("main")[0].text
         assert [span.text for span in find("main .legend span")] == ["48 in f32"] and find("nav .legend")
         assert "of it in layers.7" in find(".cards")[0].text
+        page.execute_script("document.querySelector('nav .legend').append(...['bf16', 'f16', 'f64', 'i64', 'bool', 'complex64'].map(chip))")
+        page.execute_script("document.querySelectorAll('nav details').forEach(each => { each.open = true; })")
+        assert page.execute_script("const nav = document.querySelector('nav'); return nav.scrollWidth - nav.clientWidth") == 0
+        side = find("nav")[0].rect
+        assert all(each.rect["x"] + each.rect["width"] < side["x"] + side["width"] for each in find("nav .legend span"))
         assert HOSTILE[0] in find("nav")[0].get_attribute("textContent")
         go("#pass/0/forward/0")
         assert find(".line.removed") and find(".line.added") and len(find(".panes .lines")) == 2
