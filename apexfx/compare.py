@@ -285,6 +285,9 @@ class _Run:
         if not shares_hold:
             notes.append("shares are those of first order, and most of the error is not: an error decides a comparison (relu, "
                          "max, topk), is large, or goes through an op without a second derivative (GRU, group norm)")
+        if lines := dict.fromkeys(op.source for op in self._traced.ops if op.op == "torch.grad" and op.source):
+            notes.append(f"the ops of the derivative at {', '.join(lines)} go by their names in aten and "
+                         "that line, without a module")
         if zero := [self._traced.outputs[place] for place in self._zero]:
             notes.append(f"the gradient of {', '.join(zero[:3])}{', ...' if zero[3:] else ''} is zero by the formula, and "
                          "rounding here: left out")

@@ -25,7 +25,7 @@ _ROUNDING = {"bf16": 2.0**-7, "f16": 2.0**-10}  # what an op in a dtype may intr
 _ROUNDING_OF_OTHERS = 1e-5  # long sums of float32 included
 _DESTROYED = 0.25  # an error of so much leaves little of a tensor
 _MATTERS, _MOST = 0.05, 0.5  # shares of the error
-_CAST = torch.ops.aten._to_copy.default
+_CAST, _ADD = torch.ops.aten._to_copy.default, torch.ops.aten.add.Tensor
 _VIEWS = frozenset(("view", "t", "transpose", "permute", "reshape", "_unsafe_view", "expand", "alias", "detach", "_to_copy",
                     "clone", "squeeze", "unsqueeze", "getitem", "slice", "select"))
 
@@ -290,7 +290,8 @@ class _Group:
                "num_calls": self.num_calls}
         if self.op is not None:
             return row | {name: getattr(self.op, name) for name in ("op", "rule", "reason", "module", "source")}
-        return row | {"op": op_name(node), "rule": "", "reason": "", "module": module_path(node), "source": source_line(node)}
+        of = _summed_last(node)
+        return row | {"op": op_name(of), "rule": "", "reason": "", "module": module_path(of), "source": source_line(of)}
 
 
 def _groups(graph: fx.Graph, ops: Mapping[str, OpRow | None], nodes: Sequence[fx.Node]) -> list[_Group]:
@@ -303,7 +304,8 @@ def _groups(graph: fx.Graph, ops: Mapping[str, OpRow | None], nodes: Sequence[fx
         if op is not None:
             members.setdefault((op.op, op.module, op.source, phase), []).append(node)
         elif name not in ops:
-            members.setdefault((op_name(node), module_path(node), source_line(node), phase), []).append(node)
+            of = _summed_last(node)
+            members.setdefault((op_name(of), module_path(of), source_line(of), phase), []).append(node)
     called = {node: belongs.get(node, (node.name,))[0] for node in nodes}
     return [_Group(ops.get(called[own[0]]), phase, own, len(set(map(called.__getitem__, own))))
             for (*_, phase), own in members.items()]
@@ -312,19 +314,32 @@ def _groups(graph: fx.Graph, ops: Mapping[str, OpRow | None], nodes: Sequence[fx
 def ops_of(graph: fx.Graph, casts: Collection[str] = ()) -> dict[fx.Node, tuple[str, str]]:
     """Return, for nodes of ops, the `OpRow.node` that each belongs to, and its phase; a backward by the op of the same number.
 
-    The gradient of a cast is narrowed for the op that made the narrow tensor, and belongs to that; of `casts`, to the cast.
+    The gradient of a cast is narrowed for the op that made the narrow tensor, and belongs to that; of `casts`, to the cast. A sum
+    of gradients has the number of the loss, and goes with the last of them, as in a profile.
     """
     forward: dict[int, fx.Node] = {}
     belongs: dict[fx.Node, tuple[str, str]] = {}
     for node in graph.nodes:
         custom, number = node.meta.get("custom") or {}, node.meta.get("seq_nr")
         if is_of_backward(node):
-            if number in forward:
+            if (last := _summed_last(node)) is not node:
+                belongs.update({node: belongs[last]} if last in belongs else {})
+            elif number in forward:
                 belongs[node] = belongs[_narrowed_by(forward[number], belongs, casts)][0], "backward"
         elif OP in custom:
             belongs[node] = custom[OP], "forward"
             forward.setdefault(number, node)
     return belongs
+
+
+def _summed_last(node: fx.Node) -> fx.Node:
+    """Return the last of the gradients that a node sums, for autograd and no op: it has the number of the loss then, and reads
+    gradients of earlier ops, which a backward never does. Any other node as it is.
+    """
+    gradients = [source for source in node.all_input_nodes if is_of_backward(source)]
+    if node.target is _ADD and any(source.meta.get("seq_nr", 0) < node.meta.get("seq_nr", 0) for source in gradients):
+        return _summed_last(max(gradients))
+    return node
 
 
 def _narrowed_by(node: fx.Node, belongs: Mapping[fx.Node, Any], casts: Collection[str]) -> fx.Node:

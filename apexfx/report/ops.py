@@ -85,8 +85,12 @@ class OpTable(Sequence[Op]):
     def __str__(self) -> str:
         rows = [(k.number, k.op, k.dtype, k.rule, k.module, k.reason) for k in self.kinds()]
         headers = ("ops", "op", "dtype", "rule", "module", "why")
-        return self.summary + "\n" + tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",),
-                                              maxcolwidths=[None, 34, None, None, 44, 60]) if rows else self.summary
+        table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",),
+                         maxcolwidths=[None, 34, None, None, 44, 60])
+        lines = dict.fromkeys(op.source for op in self.ops if op.op == "torch.grad" and op.source)
+        derivative = (f"the ops of the derivative at {', '.join(lines)} have no rows: each has the dtype of what it is the "
+                      "derivative of")
+        return "\n".join([self.summary, *([table] if rows else []), *([derivative] if lines else [])])
 
     __repr__ = __str__
 

@@ -184,6 +184,42 @@ def test_a_step_is_compared_by_its_own_loss():
     assert "loss" in comparison.errors and "gradient of a.weight" in comparison.errors and not step.optimizer.state
 
 
+def residual(model, points):
+    """A loss of first and second derivatives: each layer gets several gradients, which autograd sums."""
+    points = points.detach().requires_grad_()
+    u = model(points)
+    (first,) = torch.autograd.grad(u.sum(), points, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), points, create_graph=True)
+    return (second + u * first).square().mean()
+
+
+def skipped(model, points):
+    """A loss of layers with connections around them, whose gradients are sums, too."""
+    for layer in (model[0], model[2]):
+        points = points + layer(points).tanh()
+    return points.square().mean()
+
+
+@pytest.mark.parametrize("objective, num_derivatives", [(residual, 2), (skipped, 0)])
+def test_a_sum_of_gradients_is_not_blamed_on_the_loss(objective, num_derivatives):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = apexfx.train_step(model, objective=objective, optimizer=optimizer, dtype=torch.bfloat16, inner="eager")
+    comparison = apexfx.compare(step, X[0])
+    rows = [row for row in comparison if row.op in ("mean", "square") and row.phase == "backward"]
+    assert rows and not any("aten.add" in row.call for row in rows), comparison
+    assert {row.dtype for row in rows} == {"f32"}, "of the loss; the sums are of half tensors"
+    lines, first = inspect.getsourcelines(objective)
+    derivatives = [f"test_compare.py:{first + i}" for i, line in enumerate(lines) if "autograd.grad" in line]
+    assert len(derivatives) == num_derivatives
+    assert [line for line in derivatives if not any(row.source == line for row in comparison)] == []
+    assert sum(f"the derivative at {', '.join(derivatives)}" in note for note in comparison.notes) == bool(derivatives)
+    text = str(step.capture(X[0]).ops())
+    assert (f"the derivative at {', '.join(derivatives)} have no rows" in text) == bool(derivatives)
+
+
 def test_a_formula_that_is_not_finite_is_no_matter_of_dtypes():
     comparison = apexfx.compare(Net("root"), X)
     assert "not a matter of dtypes: aten.div.Tensor in the backward" in comparison.verdict

@@ -213,9 +213,10 @@ def test_a_browser_shows_searches_folds_and_draws(tmp_path):
         assert not find("img") and HOSTILE[0] in find("main")[0].text
         assert [span.text for span in find("main .legend span")] == ["48 in f32"] and find("nav .legend")
         assert "of it in layers.7" in find(".cards")[0].text
-        page.execute_script("document.querySelector('nav .legend').append(...['bf16', 'f16', 'f64', 'i64', 'bool', 'complex64'].map(chip))")
+        dtypes = ["bf16", "f16", "f64", "i64", "bool", "complex64"]
+        page.execute_script("document.querySelector('nav .legend').append(...arguments[0].map(chip))", dtypes)
         page.execute_script("document.querySelectorAll('nav details').forEach(each => { each.open = true; })")
-        assert page.execute_script("const nav = document.querySelector('nav'); return nav.scrollWidth - nav.clientWidth") == 0
+        assert find("nav")[0].get_property("scrollWidth") == find("nav")[0].get_property("clientWidth")
         side = find("nav")[0].rect
         assert all(each.rect["x"] + each.rect["width"] < side["x"] + side["width"] for each in find("nav .legend span"))
         assert HOSTILE[0] in find("nav")[0].get_attribute("textContent")
