@@ -26,7 +26,7 @@ def diagnosis(script: str, session: Session, plan: Plan) -> Diagnosis:
     ms_per_step, data_ms, optimizer_ms = session.typical_ms()
     findings, notes = [], []
     detectors = (_host_syncs, _parameter_loops, _graph_breaks, _not_compiled, _recompiles, _optimizers,
-                 _unaveraged_gradients, _data_parallel, _data_loading)
+                 _unequal_means, _unaveraged_gradients, _data_parallel, _data_loading)
     for each in (finding for detector in detectors for finding in detector(session, plan)):
         (notes if isinstance(each, str) else findings).append(each)
     if not ms_per_step:
@@ -116,6 +116,18 @@ def _optimizers(session: Session, plan: Plan) -> Iterator[Finding | str]:
                           *_measured(saved))
         elif saved is not None and saved.is_clear and saved.ms > _SMALL_SHARE * session.typical_ms()[0]:
             yield f"{place}: {change} saves {saved.ms:.2f} ms a step ({_measured(saved)[1]})"  # torch's default on the CPU
+
+
+def _unequal_means(session: Session, plan: Plan) -> Iterator[Finding]:
+    observer = session.observer
+    for place, steps in observer.means.items() if observer is not None else ():
+        counts = [[count.item() for _, count in calls] for calls in steps.values() if len({before for before, _ in calls}) > 1]
+        if 2 * sum(min(each) < max(each) for each in counts) >= observer.num_steps:
+            fewest, most = min(map(min, counts)), max(map(max, counts))
+            yield Finding("unequal_means", place, f"adds the gradients of {max(map(len, counts))} means, over {fewest:g} to "
+                          f"{most:g} targets each: a target weighs the more, the fewer its batch has", 'reduction="sum", divided '
+                          "by the number of targets of all batches of the step; or apexfx.Mean(total, count), the loss of an "
+                          "apexfx.train_step(..., accumulate=)")
 
 
 def _unaveraged_gradients(session: Session, plan: Plan) -> Iterator[Finding]:

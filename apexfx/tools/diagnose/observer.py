@@ -20,6 +20,7 @@ from .places import Place
 
 _READ = "_local_scalar_dense"
 _DATA_SHAPED = frozenset(("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"))
+_MEANS = frozenset(("nll_loss_forward", "nll_loss2d_forward"))  # where reduction, their fourth argument, is 1
 _METHODS = ("cpu", "tolist", "numpy")  # which call no op where the tensor is on the CPU already
 _NO_OPS = frozenset(("detach", "alias", "view", "_unsafe_view", "t", "transpose", "expand"))
 
@@ -61,6 +62,8 @@ class Observer(TorchDispatchMode):
     Attributes:
         reads: line -> reads to the host of what depends on parameters.
         loops: line -> ops on one parameter after the other.
+        means: line -> step -> of each loss that is a mean over targets, how many were differentiated in the step before it, and
+            how many targets it has, as a tensor.
         num_steps: watched so far.
     """
 
@@ -68,10 +71,12 @@ class Observer(TorchDispatchMode):
         super().__init__()
         self.reads: dict[Place, Uses] = defaultdict(Uses)
         self.loops: dict[Place, ParameterOps] = defaultdict(ParameterOps)
+        self.means: dict[Place, dict[int, list[tuple[int, Tensor]]]] = defaultdict(lambda: defaultdict(list))
         self.num_steps = 0
         self.in_optimizer = False
         self._parameters = {storage_address(p.untyped_storage()): p for p in parameters}
         self._depends = WeakTensorKeyDictionary()  # tensor -> whether it was computed from parameters
+        self._num_differentiated = 0
         self._in_method = False
         self._moved: object = None  # the last result of such a method
 
@@ -108,6 +113,10 @@ class Observer(TorchDispatchMode):
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
                 self._depends[x] = depends
+        if in_backward():
+            self._num_differentiated += name.startswith("nll_loss")
+        elif name in _MEANS and args[3] == 1 and args[0].requires_grad and (place := places.here()) is not None:
+            self.means[place][self.num_steps].append((self._num_differentiated, result[1]))
         if self._reads_to_host(name, args, kwargs):
             self._note_read(tensors[0], ms)
         elif not in_backward():

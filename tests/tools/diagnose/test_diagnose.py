@@ -75,6 +75,11 @@ CASES = {
     "recompiles": ("recompiles", {
         "MODEL": "def scaled(x, k): return model(x) * k #!\ncompiled = torch.compile(scaled, backend='eager', dynamic=False)\n"
                  "def run(x): return compiled(x, step)"}),
+    "means of means": ("unequal_means", {
+        "DATA": "optimizer.zero_grad = lambda: None\n    for size in (2, 4):\n"
+                "        targets = torch.arange(4); targets[size:] = -100\n"
+                "        (nn.functional.cross_entropy(run(inputs), targets) / 2).backward() #!",
+        "AFTER": "for p in model.parameters(): p.grad = None"}),
     "data": ("data_loading", {
         "CONFIG": "class Slow(torch.utils.data.Dataset):\n    def __len__(self): return 1000\n"
                   "    def __getitem__(self, i): time.sleep(0.003); return torch.randn(8)\nbatches = iter(DataLoader(Slow()))",
@@ -98,6 +103,14 @@ CLEAN = {
     "groups that differ": {"OPTIMIZER": "optimizer = torch.optim.AdamW([{'params': [p], 'lr': 0.001 * (1 + i)}\n"
                                         "    for i, p in enumerate(model.parameters())], fused=True)"},
     "torch's default": {"OPTIMIZER": "optimizer = torch.optim.AdamW(model.parameters())"},
+    "means over equal counts, sums, two heads, an evaluation": {
+        "CONFIG": "cross_entropy, targets = nn.functional.cross_entropy, [torch.arange(4), torch.tensor([0, 1, -100, -100])]",
+        "DATA": "optimizer.zero_grad = lambda: None\n    (cross_entropy(run(inputs), targets[0]) / 2).backward()\n"
+                "    for each in targets: (cross_entropy(run(inputs), each, reduction='sum') / 6).backward()\n"
+                "    sum(cross_entropy(run(inputs), each) for each in targets).backward()\n"
+                "    for each in targets:\n        with torch.no_grad(): cross_entropy(run(inputs), each)\n"
+                "    for _ in range(2): (cross_entropy(run(inputs), targets[0]) / 2).backward()",
+        "AFTER": "model.zero_grad()"},
     "layers that share a line": {"MODEL": "def run(x):\n    for layer in model:\n"
                                           "        x = layer(x) * (layer.weight[0] if hasattr(layer, 'weight') else 1)\n"
                                           "    return x"},
