@@ -1,7 +1,8 @@
 """What torch's compilers (2.13) get wrong, and what is done about each: here a new version of torch is looked at first.
 
 In the order of a compilation: what Dynamo captures, what AOTAutograd loses, what Inductor rewrites. `lowerings` and
-`_torch_compilers` hold those that are a lowering, or a patch.
+`_torch_compilers` hold those that are a lowering, or a patch. `tests/compiler/test_torch_faults.py` is the register of them all,
+and of those elsewhere: a program on plain torch for each, torch's issue, and a test that fails once the fault is gone.
 """
 
 from __future__ import annotations

@@ -1,0 +1,477 @@
+"""The register of torch's faults: each small program is wrong on plain torch, and the test of it fails on the day it is not.
+
+Then the row goes, and what it names, once no supported version of torch has the fault (docs/torch_versions.md). Faults that no
+small program of plain torch shows have a test of their own: `_torch.py` close_frames and is_remapped_collective, in
+`lowerings.py` aten._efficientzerotensor and slice_scatter, in `_torch_compilers.py` forget_specialized_floats, `torch_faults.py`
+specialize_kept_floats, `compiled_model.py` dynamo_skip, `inner_compilers.py` _partition, and nn.SyncBatchNorm on the CPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+import apexfx
+from tests.small_models import Model
+
+ROWS: list[Fault] = []
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of torch's.
+
+    Attributes:
+        what: is wrong.
+        issues: of pytorch/pytorch, or pull requests, by number.
+        gone: the first version without it, as far as is known; "" for none yet.
+        ours: what there is here because of it.
+        is_there: a program on plain torch; returns whether it is wrong.
+        slow: whether it compiles with Inductor.
+    """
+
+    what: str
+    issues: tuple[int, ...]
+    gone: str
+    ours: str
+    is_there: Callable[[], bool]
+    slow: bool
+
+
+def fault(what: str, *issues: int, ours: str, gone: str = "", slow: bool = False) -> Callable[..., Any]:
+    def register(is_there: Callable[[], bool]) -> Callable[[], bool]:
+        ROWS.append(Fault(what, issues, gone, ours, is_there, slow))
+        return is_there
+
+    return register
+
+
+def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Callable[..., Any]:
+    torch.compiler.reset()
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def differ(function: Callable[..., Any], make: Callable[[], tuple[Any, ...]], backend: str = "aot_eager") -> bool:
+    """Return whether a compiled function returns, or leaves in its arguments, other numbers than in eager torch."""
+    runs = []
+    for run in (function, compiled(function, backend)):
+        torch.manual_seed(0)
+        args = make()
+        out = run(*args)
+        runs.append([x.detach().clone() for x in (*args, *(out if isinstance(out, tuple) else (out,))) if isinstance(x, Tensor)])
+    return any(not torch.allclose(one, other, equal_nan=True) for one, other in zip(*runs, strict=True))
+
+
+def raises(text: str, function: Callable[[], Any]) -> bool:
+    """Return whether a function raises an error with that text."""
+    try:
+        function()
+    except Exception as error:  # of several classes
+        return text in str(error)
+    return False
+
+
+def is_stale(forward: Callable[..., Any], before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Return whether a call goes on with what a module held in the first."""
+    module = Model(forward, layer=nn.Linear(2, 2), other=nn.Linear(2, 2))
+    run, x = compiled(module, "eager"), torch.ones(2)
+    for held in (before, after):
+        for name, make in held.items():
+            module.__dict__[name] = make(module)
+        now = run(x)
+    return not torch.equal(now, module(x))
+
+
+# ---- Dynamo: what is captured -----------------------------------------------------------------------------------------------
+
+
+@fault("a number of Python's random is handed on as float64 where it was captured as float32", slow=True,
+       ours="compiler/torch_faults.py widen_drawn_numbers")
+def drawn_numbers() -> bool:
+    def scaled(x):
+        return x * random.uniform(0, 1)
+
+    numbers = []
+    for run in (scaled, compiled(scaled, "inductor")):
+        random.seed(0)
+        numbers.append(run(torch.ones(())).item())
+    return abs(numbers[0] - numbers[1]) > 1e-6
+
+
+@fault("a random.Random of the program's is drawn from once, while it is captured",
+       ours="compiler/refusals.py check_python_objects, _torch.py traced_random_objects")
+def own_random_objects() -> bool:
+    numbers = random.Random(0)
+    run = compiled(lambda x: x * numbers.random(), "eager")
+    return torch.equal(run(torch.ones(1)), run(torch.ones(1)))
+
+
+@fault("a deque grows beyond its maxlen while it is captured", ours="compiler/refusals.py check_python_objects, "
+       "_torch.py bounded_deques_changed")
+def bounded_deques() -> bool:
+    def forward(m, x):
+        m.seen.append(x * 1)
+        return sum(m.seen)
+
+    module, reference = (Model(forward, seen=collections.deque(maxlen=2)) for _ in range(2))
+    run = compiled(module, "eager")
+    return any(not torch.equal(run(x), reference(x)) for x in torch.arange(4.0))
+
+
+@fault("an object that is found by a local and by a global is not guarded to be one", ours="_torch.py guard_shared_objects")
+def shared_objects() -> bool:
+    return is_stale(lambda m, x: x * KINDS[m.kind], {"kind": lambda m: FIRST}, {"kind": lambda m: SECOND})
+
+
+class Kind:
+    pass
+
+
+FIRST, SECOND = Kind(), Kind()
+KINDS = {FIRST: 2.0, SECOND: 3.0}
+
+
+@fault("a class that is read through a closure is not guarded", ours="_torch_compilers.py guard_classes")
+def classes_in_closures() -> bool:
+    kinds, layer = {"doubled": nn.Linear}, nn.Linear(2, 2)
+
+    def forward(x):
+        return x * (2 if isinstance(layer, kinds["doubled"]) else 3)
+
+    run, x = compiled(lambda function, x: function(x), "eager"), torch.ones(2)
+    run(forward, x)
+    kinds["doubled"] = nn.Conv2d
+    return not torch.equal(run(forward, x), forward(x))
+
+
+@fault("that two modules are two is not guarded where a branch asks whether they are one", 111562, 196360,
+       ours='docs/train_step.md, "Not seen"')
+def modules_that_become_one() -> bool:
+    return is_stale(lambda m, x: x * (2 if m.current is m.layer else 3), {"current": lambda m: m.other},
+                    {"current": lambda m: m.layer})
+
+
+@fault("which object() is at a place is not guarded", 196360, ours='docs/train_step.md, "Not seen"')
+def plain_objects() -> bool:
+    return is_stale(lambda m, x: x * (2 if m.one is m.two else 3), {"one": lambda m: object(), "two": lambda m: m.one},
+                    {"one": lambda m: object()})
+
+
+@fault("an entry of __dict__ in front of a registered module is not seen", ours='docs/train_step.md, "Not seen"')
+def entries_in_front() -> bool:
+    return is_stale(lambda m, x: m.layer(x), {}, {"layer": lambda m: m.other})
+
+
+@fault("`name in self.__dict__` is not guarded", ours='docs/train_step.md, "Not seen"')
+def names_in_dict() -> bool:
+    return is_stale(lambda m, x: x * (2 if "late" in m.__dict__ else 3), {}, {"late": lambda m: 1})
+
+
+class Doubled(torch.autograd.Function):
+    """The gradient is not that of its forward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@fault("the backward of a torch.autograd.Function is lost under torch.func", 193279, 129845,
+       ours="compiler/torch_faults.py _check_functions")
+def functions_under_transforms() -> bool:
+    return differ(torch.func.grad(lambda x: Doubled.apply(x).sum()), lambda: (torch.ones(2),), "eager")
+
+
+@fault("a batch norm of momentum=None reads its counter on the host", ours="compiler/dynamo_batch_norm.py, its half of momentum")
+def cumulative_batch_norm() -> bool:
+    return raises("data-dependent", lambda: compiled(nn.BatchNorm1d(2, momentum=None), "eager")(torch.randn(3, 2)))
+
+
+@fault("a GRU is captured step by step", ours="compiler/dynamo_layers.py and ops/recurrent.py, but for LSTM")
+def unrolled_gru() -> bool:
+    nodes = []
+
+    def count(gm, _):
+        nodes.append(len(gm.graph.nodes))
+        return gm
+
+    for length in (2, 4):
+        with torch._dynamo.config.patch(allow_rnn=True):
+            compiled(nn.GRU(2, 2), aot_autograd(fw_compiler=count), dynamic=False)(torch.randn(length, 1, 2))
+    return nodes[0] != nodes[1]
+
+
+# ---- AOTAutograd: what is lost ----------------------------------------------------------------------------------------------
+
+
+@fault("what is written into a 0-dim float64 input is lost", ours="compiler/torch_faults.py _keep_scalar_writes, "
+       "_torch_compilers.py without_tensorify")
+def scalar_writes() -> bool:
+    def forward(t, x):
+        t.mul_(0.5)
+        return x * 2
+
+    return differ(forward, lambda: (torch.tensor(1.0, dtype=torch.float64), torch.ones(2)))
+
+
+@fault("a write through x.unfold() with gaps sets what lies in them to 0", ours="compiler/torch_faults.py check_lowered_rightly")
+def windows_with_gaps() -> bool:
+    return differ(lambda x: x.unfold(0, 2, 3).add_(1).sum(), lambda: (torch.ones(8),))
+
+
+@fault("torch.linalg.pinv of a complex matrix", ours="compiler/torch_faults.py check_lowered_rightly")
+def complex_pinv() -> bool:
+    return differ(torch.linalg.pinv, lambda: (torch.randn(3, 2, dtype=torch.complex128),))
+
+
+@fault("a write through a dropout that drops nothing is lost", 115249, 195422, ours="compiler/torch_faults.py _check_dropouts")
+def dropouts_of_nothing() -> bool:
+    return differ(lambda x: F.dropout(x, 0.5, False).add_(1).sum(), lambda: (torch.ones(2),))
+
+
+@fault("a backward computes again from an input what the forward has written since", 197039,
+       ours="compiler/torch_faults.py save_before_writes")
+def recomputed_from_what_was_written() -> bool:
+    def forward(x, w, memory):
+        read = (x @ w * memory.exp()).tanh().sum()
+        with torch.no_grad():
+            memory.mul_(0.5)
+        return read
+
+    def gradient(run):
+        w = torch.ones(2, 2, requires_grad=True)
+        run(torch.full((2, 2), 0.1), w, torch.ones(2, 2)).backward()
+        return w.grad
+
+    return not torch.allclose(gradient(compiled(forward)), gradient(forward))
+
+
+@fault("an LSTM of oneDNN cannot be saved for its backward", ours="compiler/torch_faults.py _traceable_rnn")
+def lstm_of_one_dnn() -> bool:
+    with torch._dynamo.config.patch(allow_rnn=True):
+        return raises("vc_check", lambda: compiled(nn.LSTM(2, 2))(torch.randn(3, 1, 2))[0].sum().backward())
+
+
+@fault("attention that drops nothing is refused in a checkpoint of a graph that holds its backward",
+       ours="_torch_compilers.py refuse_checkpoints_of")
+def checkpointed_attention() -> bool:
+    def gradient(x):
+        out = checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=False)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        return raises("does not support RNG ops", lambda: compiled(gradient)(torch.randn(1, 1, 3, 4, requires_grad=True)))
+
+
+@fault("the result of a batch norm of another layout is laid out otherwise than its fake one",
+       ours="compiler/inner_compilers.py _copy_where_no_view_is")
+def layout_of_batch_norm() -> bool:
+    def forward(x, w):
+        return F.linear(F.batch_norm(x.mT, None, None, training=True).mT, w).view(3, 6, 2, 4)
+
+    args = torch.randn(3, 6, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    forward(*args)
+    return raises("view size is not compatible", lambda: compiled(forward)(*args))
+
+
+# ---- autograd and ops, in eager torch, too ----------------------------------------------------------------------------------
+
+
+def third_derivative(norm: Callable[[Tensor], Tensor]) -> Tensor:
+    torch.manual_seed(0)
+    x, v, w = torch.randn(3, 4, 5, dtype=torch.float64).unbind()
+    x.requires_grad_()
+    y = (norm(x) * w).sum()
+    for _ in range(3):
+        y = (torch.autograd.grad(y, x, create_graph=True)[0] * v).sum()
+    return y.detach()
+
+
+def normalized(x: Tensor, dim: int) -> Tensor:
+    centered = x - x.mean(dim, keepdim=True)
+    return centered * (centered.square().mean(dim, keepdim=True) + 1e-5).rsqrt()
+
+
+@fault("the third derivative of a layer norm takes its statistics for constants", 175754,
+       ours="train_step/derivatives.py compose_norms, its layer norm")
+def third_derivative_of_layer_norm() -> bool:
+    return not torch.allclose(third_derivative(lambda x: F.layer_norm(x, x.shape[-1:])),
+                              third_derivative(lambda x: normalized(x, -1)))
+
+
+@fault("the third derivative of a batch norm takes its statistics for constants", 186256, gone="2.14, which refuses it",
+       ours="train_step/derivatives.py compose_norms, its batch and instance norm")
+def third_derivative_of_batch_norm() -> bool:
+    return not torch.allclose(third_derivative(lambda x: F.batch_norm(x, None, None, training=True)),
+                              third_derivative(lambda x: normalized(x, 0)))
+
+
+@fault("the gradient of a forward derivative of a determinant is wrong", ours="train_step/derivatives.py _WRONG_BEHIND_JVP")
+def gradient_of_jvp_of_det() -> bool:
+    torch.manual_seed(0)
+    a, v = torch.randn(2, 3, 3, dtype=torch.float64).unbind()
+
+    def by(derivative):
+        return torch.func.grad(lambda x: derivative(torch.linalg.det, x))(a)
+
+    forward = by(lambda f, x: torch.func.jvp(f, (x,), (v,))[1])
+    return not torch.allclose(forward, by(lambda f, x: (torch.func.grad(f)(x) * v).sum()))
+
+
+@fault("SGD(fused=True) updates half parameters wrongly on the CPU", 191763, gone="2.14",
+       ours="train_step/parameters.py, amp/optimizers.py _warn_of_half_sgd")
+def fused_sgd_of_halves() -> bool:
+    def updated(**options):
+        p = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, **options)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        return p.detach()
+
+    return not torch.equal(updated(fused=True), updated(fused=False))
+
+
+@fault("avg_pool3d has no half kernel on the CPU", ours='precision/rules.py, "pooling"')
+def half_avg_pool3d() -> bool:
+    return raises("not implemented", lambda: F.avg_pool3d(torch.ones(1, 1, 2, 2, 2, dtype=torch.bfloat16), 2))
+
+
+# ---- Inductor: what is rewritten --------------------------------------------------------------------------------------------
+
+
+@fault("a tensor is detached where another output is a detached view of its memory", slow=True,
+       ours="compiler/torch_faults.py clone_detached_outputs")
+def detached_outputs() -> bool:
+    layer = nn.Linear(4, 8)
+
+    def forward(x):
+        y = layer(x)
+        return y[:, :4], y.detach()
+
+    compiled(forward, "inductor")(torch.ones(2, 4))[0].sum().backward()
+    return layer.weight.grad is None
+
+
+@fault("norms of two dtypes, which eager refuses, are computed", slow=True, ours="compiler/mixed_dtypes.py")
+def mixed_dtypes() -> bool:
+    def forward(x, w):
+        return F.layer_norm(x, (2,), w)
+
+    args = torch.ones(2, 2, dtype=torch.float64), torch.ones(2)
+    compiled(forward, "inductor")(*args)
+    return raises("mixed dtype", lambda: forward(*args))
+
+
+@fault("halves are not rounded before they are compared with their maximum", 195214, 186799, slow=True,
+       ours="compiler/torch_faults.py compares_halves")
+def compared_halves() -> bool:
+    def gradient(run):
+        torch.manual_seed(0)
+        x = torch.randn(64, 33, requires_grad=True)
+        run(x).backward()
+        return x.grad
+
+    def forward(x):
+        return ((x.bfloat16() * 1.7).exp() / 3).amax(1).float().sum()
+
+    return not torch.allclose(gradient(compiled(forward, "inductor")), gradient(forward), rtol=0.1)
+
+
+@fault("alpha is dropped where a product of matrices is added", 167313, slow=True, ours="compiler/torch_faults.py keep_keywords")
+def alpha_of_an_added_product() -> bool:
+    def added(x, a, b):
+        return torch.add(x, a @ b, alpha=2.0)
+
+    return differ(added, lambda: (torch.ones(3, 3), torch.ones(3, 4), torch.ones(4, 3)), "inductor")
+
+
+@fault("dtype is dropped where a constant is summed up", slow=True, ours="compiler/torch_faults.py keep_keywords")
+def dtype_of_a_summed_constant() -> bool:
+    def forward(x):
+        return x + torch.full((4,), 0.5).cumsum(0, dtype=torch.int64)
+
+    return differ(forward, lambda: (torch.ones(4),), "inductor")
+
+
+@fault("memory that is moved within itself is read after it is written", 101950, slow=True,
+       ours="_torch_compilers.py keep_order_of_writes, realize_what_reads_it")
+def moved_memory() -> bool:
+    def move(q):
+        q[1:] = q[:-1].clone()
+        return q.sum()
+
+    return differ(move, lambda: (torch.rand(8, 6),), "inductor")
+
+
+@fault("memory that was written is moved within itself and read after it is written again", 162410, slow=True,
+       ours="_torch_compilers.py keep_order_of_writes, reads_no_earlier_write")
+def written_and_moved_memory() -> bool:
+    def move(q, rows):
+        q[rows] = 1.0
+        q.copy_(q.flip(0))
+        return q.sum()
+
+    return differ(move, lambda: (torch.rand(8, 6), torch.tensor([1, 4])), "inductor")
+
+
+@fault("an input that is negated when it is read comes in with the other sign", 145093, 197856, slow=True,
+       ours="compiler/torch_faults.py resolve_negated_inputs")
+def negated_inputs() -> bool:
+    return differ(lambda x: x * 2, lambda: (torch.complex(torch.ones(2), torch.ones(2)).conj().imag,), "inductor")
+
+
+@fault("rows that torch.randperm(n) takes", gone="2.14", slow=True, ours="compiler/rewritten_graph.py _explained, its randperm")
+def permuted_rows() -> bool:
+    permuted = compiled(lambda x: x[torch.randperm(len(x))], "inductor")
+    return raises("argname=slice_shape", lambda: permuted(torch.randn(8, 3)))
+
+
+@fault("two gradients that are equal are one memory", slow=True, ours="train_step/state.py _unshared")
+def equal_gradients() -> bool:
+    def gradients(one, other):
+        return torch.autograd.grad((one + other).sum(), (one, other))
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        one, other = compiled(gradients, "inductor")(*(torch.ones(2, requires_grad=True) for _ in range(2)))
+    return one.data_ptr() == other.data_ptr()
+
+
+# ---- the register -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [
+    pytest.param(row, id=row.is_there.__name__, marks=[pytest.mark.long] * row.slow) for row in ROWS])
+def test_the_fault_is_still_there(row):
+    where = ", ".join(f"https://github.com/pytorch/pytorch/issues/{number}" for number in row.issues) or "no issue known"
+    assert row.is_there(), (f"torch {torch.__version__} has mended: {row.what} ({where}). Delete this row and, once no supported "
+                            f"version has the fault, {row.ours}")
+
+
+def test_what_is_to_go_is_there():
+    package = Path(apexfx.__file__).parent
+    for row in ROWS:
+        files = re.findall(r"\S+\.(?:py|md)", row.ours)
+        text = "".join((package.parent if file.startswith("docs/") else package).joinpath(file).read_text() for file in files)
+        names = re.findall(r"\b[a-z]*(?:_[a-zA-Z]+)+\b", re.sub(r"\S+\.(?:py|md)", "", row.ours))
+        assert files and all(name in text for name in names), row.ours
