@@ -74,6 +74,12 @@ from ._torch import (
 )
 
 
+@dynamo_skip
+def is_inside_of_compiled() -> bool:
+    """Return whether an outer torch.compile captures what is called from here."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 def graph_breaks_so_far() -> tuple[int, float]:
     """Return what `graph_breaks` is given to tell those that come after now."""
     return len(graph_break_reasons), time.time()

@@ -24,6 +24,7 @@ from .._torch_compilers import (
     dynamo_skip,
     graph_breaks,
     graph_breaks_so_far,
+    is_inside_of_compiled,
 )
 from ..config import TransformConfig
 from ..distributed.agreement import check_alive
@@ -159,7 +160,8 @@ class CompiledModel:
         self._index.arguments = args, kwargs
         args = args if self._of_inputs else (model, *args)
         try:
-            first = contextlib.nullcontext() if self._checked else PROGRESS.compiling(f"Dynamo captures {self._name}")
+            tells = not self._checked and not is_inside_of_compiled()  # which would capture the telling
+            first = PROGRESS.compiling(f"Dynamo captures {self._name}") if tells else contextlib.nullcontext()
             with first, self._dynamo_settings(), self.classes.in_place(model, itself=self._source):
                 result = run(*args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as error:

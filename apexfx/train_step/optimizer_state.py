@@ -164,13 +164,15 @@ class Structure:
     def _objects_now(self) -> Iterator[Any]:
         """Return parameters by group, and state by name, to be compared by identity: tensors of equal numbers are two.
 
-        No loop over them is Python's, and none compares tensors, which a mode would have to forbid: an interrupt may leave it on.
+        No tensors are compared, which a mode would have to forbid: an interrupt may leave it on.
         """
         parts: list[Any] = []
         for each in self._optimizers:
             parts += (part for group in each.param_groups for part in (group["params"], (_END,)))
-            held = each.state.values()
-            parts += each.state, chain.from_iterable(held), chain.from_iterable(map(dict.values, held)), (_END,)
+            every = list(each.state.values())
+            held = [of_one for of_one in every if isinstance(of_one, dict)]
+            others = every if len(held) < len(every) else ()  # what an optimizer keeps of itself
+            parts += each.state, chain.from_iterable(held), chain.from_iterable(map(dict.values, held)), others, (_END,)
         return chain.from_iterable(parts)
 
 
