@@ -19,8 +19,12 @@ def table(quick: int, names: str | tuple[str, ...], rows: Iterable[Any], *, by_t
     several = len(names.split(",") if isinstance(names, str) else names) > 1
     rows = [row if isinstance(row, type(pytest.param())) else pytest.param(*(row if several else (row,))) for row in rows]
     free = [place for place, row in enumerate(rows) if not row.marks]
-    day = datetime.date.today().toordinal() if by_turns else 0
-    chosen = {free[(place * len(free) // quick + day) % len(free)] for place in range(quick)}
+    chosen = {free[(place * len(free) // quick + by_turns * day()) % len(free)] for place in range(quick)}
     rows = [row if place in chosen else pytest.param(*row.values, marks=[*row.marks, pytest.mark.long], id=row.id)
             for place, row in enumerate(rows)]
     return pytest.mark.parametrize(names, rows, **options)
+
+
+def day() -> int:
+    """Return the number of today, by which what takes turns does."""
+    return datetime.date.today().toordinal()

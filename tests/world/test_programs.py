@@ -9,6 +9,7 @@ import torch
 
 import apexfx
 from apexfx.testing import tolerance
+from tests.tables import day, table
 from tests.world import generative, hugging_face, kinds, language, others, reports, vision  # noqa: F401
 from tests.world.script import ENTRIES, PROGRAMS, distance, train
 
@@ -29,14 +30,14 @@ def bounds(name, level):
     return tuple(2 * lost + tolerance(torch.bfloat16)["rtol"] for lost in half)
 
 
-def check(name, entry, level, **options):
+def check(name, entry, level, inner="eager"):
     if PROGRAMS[name].needs:
         pytest.importorskip(PROGRAMS[name].needs)
     if entry in PROGRAMS[name].refused:
         with pytest.raises(Exception, match=f"(?s){PROGRAMS[name].refused[entry]}"):
-            train(name, entry, level, inner="eager", **options)
+            train(name, entry, level, inner=inner)
         return
-    found = distance(train(name, entry, level, inner="eager", **options), eager(name, "O0"))
+    found = distance(train(name, entry, level, inner=inner), eager(name, "O0"))
     assert all(error <= bound for error, bound in zip(found, bounds(name, level))), (found, bounds(name, level))
 
 
@@ -50,6 +51,15 @@ def test_a_program_trains_as_in_eager(name, entry):
                          ids=lambda x: x if isinstance(x, str) else " ".join(x))
 def test_every_program_trains_as_in_eager(name, entry):
     check(name, *entry)
+
+
+# Under the default compiler each program goes through one entry at one level, another each day.
+TURNS = [(name, ENTRIES[(i + day()) % len(ENTRIES)]) for i, name in enumerate(PROGRAMS) if name not in SLOW]
+
+
+@table(2, "name, entry", TURNS, by_turns=True, ids=lambda x: x if isinstance(x, str) else " ".join(x))
+def test_a_program_trains_under_inductor(name, entry):
+    check(name, *entry, inner="inductor")
 
 
 @pytest.mark.parametrize("name", [pytest.param("whisper", marks=pytest.mark.long), "vision_transformer"])
