@@ -140,10 +140,21 @@ def compares_cured(model, h):
     return F.mse_loss(torch.zeros(6, 4).index_add(0, torch.arange(6), h.float()), torch.ones(6, 4))
 
 
+def masked_twice(model, h):
+    number = torch.arange(6)
+    return F.mse_loss(h[number > 2].float(), torch.ones(6, 4)[number > 2])
+
+
+def masked_twice_cured(model, h):
+    mask = torch.arange(6) > 2
+    return F.mse_loss(h[mask].float(), torch.ones(6, 4)[mask])
+
+
 # In the order of the table: what is refused, and what is written in its place (None: fallback="transform").
 ROWS = [(if_rows, if_rows_cured), (if_any, if_any_cured), (while_large, while_large_cured), (for_rows, for_rows_cured),
-        (for_range, for_range_cured), (compares, compares_cured), (raises, raises_cured), (lists, lists_cured),
-        (draws, draws_cured), (chooses, chooses_cured), (prints, prints_cured), (adaptive, adaptive_cured), (ctc, None)]
+        (for_range, for_range_cured), (compares, compares_cured), (masked_twice, masked_twice_cured),
+        (raises, raises_cured), (lists, lists_cured), (draws, draws_cured), (chooses, chooses_cured), (prints, prints_cured),
+        (adaptive, adaptive_cured), (ctc, None)]
 
 
 class Net(nn.Module):

@@ -10,11 +10,11 @@ import torch
 import apexfx
 from apexfx.testing import tolerance
 from tests.tables import day, table
-from tests.world import generative, hugging_face, kinds, language, others, reports, vision  # noqa: F401
+from tests.world import generative, hugging_face, kinds, language, others, public, reports, vision  # noqa: F401
 from tests.world.script import ENTRIES, PROGRAMS, distance, train
 
 # oneDNN has no such LSTM, and torch.complex() takes no bfloat16; torch.autocast calls them all the same.
-NO_HALF_IN_EAGER = ("word_lstm", "a_complex_layer")
+NO_HALF_IN_EAGER = ("word_lstm", "a_complex_layer", "tags_of_a_sentence")
 SLOW = ("curriculum", "adversarial_networks_with_spectral_norm", "adversarial_networks_with_gradient_penalty", "whisper",
         "vision_transformer", "truncated_backpropagation")
 # What `make test` runs: each program through one entry at one level, in turns.
