@@ -27,6 +27,7 @@ from torch import _foreach_add_ as foreach_add_
 from torch import _foreach_copy_ as foreach_copy_
 from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _foreach_mul_ as foreach_mul_
+from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import os
 import re
 from collections import Counter
@@ -25,9 +26,11 @@ from .._torch import (
     OpOverload,
     OpOverloadPacket,
     enable_python_dispatcher,
+    get_decompositions,
     make_fx,
     tree_flatten,
     tree_leaves,
+    tree_map,
     tree_unflatten,
 )
 
@@ -157,9 +160,10 @@ def call(
 
 
 def inline(graph: fx.Graph, function: Callable[..., Any], args: tuple[Any, ...], *, like: fx.Node,
-           mode: FakeTensorMode | None = None) -> fx.Node | None:
-    """Insert, at the graph's insertion point, the ops that `function` runs on `args`; return what stands for the tensor that it
-    returns, or None where it only writes in place.
+           mode: FakeTensorMode | None = None) -> Any:
+    """Insert, at the graph's insertion point, the ops that `function` runs on `args`; return what it does, nodes for tensors.
+
+    It may write tensors in place. What has no lowering in Inductor behind AOTAutograd is decomposed, to the same bits.
     """
     leaves, tree = tree_flatten(args)
     sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -169,14 +173,41 @@ def inline(graph: fx.Graph, function: Callable[..., Any], args: tuple[Any, ...],
         return function(*tree_unflatten([next(following) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], tree))
 
     with _fake_evaluation(mode or fake_mode(graph)):
-        traced = make_fx(of_tensors)(*map(value, sources))
+        traced = make_fx(of_tensors, _bitwise_decompositions())(*map(value, sources))
     new = dict(zip(traced.graph.find_nodes(op="placeholder"), sources))
     for node in traced.graph.nodes:
-        if node.op == "call_function":
-            new[node] = graph.node_copy(node, new.__getitem__)
-            inherit(new[node], like)
-            set_value(new[node], node.meta.get("val"))
-    return new.get(traced.graph.output_node().args[0])
+        if node.op == "call_function" and (node.users or node.target is not operator.getitem):
+            copied = graph.node_copy(node, new.__getitem__)
+            _name_options(copied)
+            inherit(copied, like)
+            set_value(copied, node.meta.get("val"))
+            new[node] = copied.args[0] if _returns_its_input(copied) else copied
+    return tree_map(lambda leaf: new.get(leaf, leaf), traced.graph.output_node().args[0])
+
+
+def _returns_its_input(node: fx.Node) -> bool:
+    """Return whether an op writes its first argument and returns that: what is written keeps its name."""
+    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
+    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+
+
+@functools.cache
+def _bitwise_decompositions() -> dict[Any, Callable[..., Any]]:
+    aten = torch.ops.aten
+    return get_decompositions([aten._to_copy, aten.arange, aten.rsub, aten.stack])
+
+
+def _name_options(node: fx.Node) -> None:
+    """Pass the options of an op of ours that only writes by keyword, where tracing has made them positional.
+
+    Of one that returns something Inductor takes them by position alone.
+    """
+    if isinstance(node.target, OpOverload) and node.target.namespace == "apexfx" and not node.target._schema.returns:
+        arguments = node.target._schema.arguments
+        options = [(place, a.name) for place, a in enumerate(arguments[:len(node.args)]) if a.has_default_value()]
+        if options:
+            node.kwargs = {**{name: node.args[place] for place, name in options if node.args[place] is not None}, **node.kwargs}
+            node.args = node.args[:options[0][0]]
 
 
 def signature(val: Any) -> Any:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-_cast = torch.ops.prims.convert_element_type.default  # behind AOTAutograd's decompositions Inductor knows no `to`
 
 
 def follow(averages: Sequence[Tensor], values: Sequence[Tensor], counts: Tensor, decay: float, skip: Tensor | None) -> None:
@@ -21,17 +20,17 @@ def follow(averages: Sequence[Tensor], values: Sequence[Tensor], counts: Tensor,
         decay: what remains of an average in an update.
         skip: where it is not 0, nothing changes: float32, 0-d, or None.
     """
-    remains = _cast(counts > 0, torch.float64) * decay
+    remains = (counts > 0).double() * decay
     # As torch.lerp: the number that is rounded to float32 is the smaller one of decay and 1 - decay.
     skipped = skip != 0 if skip is not None else None
     factors = -(remains - 1.0) if decay > 0.5 else remains
     for dtype in dict.fromkeys(average.dtype for average in averages):
         members = [place for place, average in enumerate(averages) if average.dtype == dtype]
-        old, own_factors = [averages[place] for place in members], _cast(factors, dtype)
-        now = [values[place] if values[place].dtype == dtype else _cast(values[place], dtype) for place in members]
+        old, own_factors = [averages[place] for place in members], factors.to(dtype)
+        now = [values[place].to(dtype) for place in members]
         near, far = (old, now) if decay > 0.5 else (now, old)
         new = aten._foreach_addcmul(near, aten._foreach_sub(far, near), [own_factors[place] for place in members], 1.0)
         if skipped is not None:
             new = [torch.where(skipped, before, after) for before, after in zip(old, new)]
         aten._foreach_copy_(old, new)
-    counts.add_(1 if skipped is None else _cast(~skipped, torch.int64))
+    counts.add_(1 if skipped is None else (~skipped).long())

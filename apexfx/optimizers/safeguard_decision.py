@@ -38,33 +38,19 @@ def judge(found_inf: Tensor, norm: Tensor, norms: Tensor, members: Sequence[int]
     """
     judged, average, averaged, called = state[0], state[1], state[2], state[3]
     limit = average if spike_factor is None else average * spike_factor  # not read where there are no spikes
-    norm, skip = _to(norm, torch.float64), found_inf
+    norm, skip = norm.double(), found_inf
     if spike_factor is not None:
-        skip = torch.maximum(found_inf, _to((averaged >= window) & (norm > limit), torch.float32))
+        skip = torch.maximum(found_inf, ((averaged >= window) & (norm > limit)).float())
     skipped = skip > 0
-    places = torch.cat([_arange(first, last, norms.device) for first, last in _runs(members)])
-    place = torch.where(norms.isfinite(), NO_PLACE, _to(places, torch.float64)).amin()
-    entry = _stack([judged + 1, _to(found_inf > 0, torch.float64), norm, place, average, limit, called + 1, called + calls])
-    here = _arange(0, LOGGED, log.device) == skips[0].remainder(LOGGED)
+    places = torch.cat([torch.arange(first, last, device=norms.device) for first, last in _runs(members)])
+    place = torch.where(norms.isfinite(), NO_PLACE, places.double()).amin()
+    entry = torch.stack([judged + 1, (found_inf > 0).double(), norm, place, average, limit, called + 1, called + calls])
+    here = torch.arange(LOGGED, device=log.device) == skips[0].remainder(LOGGED)
     log.copy_(torch.where((here & skipped).unsqueeze(1), entry, log))
     left_out, more = skipped | ~norm.isfinite(), torch.clamp_max(averaged + 1, window)  # finite ones may have an infinite norm
-    state.copy_(_stack([judged + 1, torch.where(left_out, average, average + (norm - average) / more),
+    state.copy_(torch.stack([judged + 1, torch.where(left_out, average, average + (norm - average) / more),
                         torch.where(left_out, averaged, more), called + calls]))
     return skip
-
-
-# Behind AOTAutograd's decompositions, where Inductor knows neither `to` nor `arange` nor `stack`.
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.ops.prims.convert_element_type.default(tensor, dtype)
-
-
-
-def _stack(scalars: Sequence[Tensor]) -> Tensor:
-    return torch.cat([scalar.unsqueeze(0) for scalar in scalars])
-
-
-def _arange(first: int, last: int, device: torch.device) -> Tensor:
-    return torch.ops.prims.iota.default(last - first, start=first, step=1, dtype=torch.int64, device=device, requires_grad=False)
 
 
 def _runs(members: Sequence[int]) -> Iterator[tuple[int, int]]:

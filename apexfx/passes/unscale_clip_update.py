@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -55,12 +54,7 @@ class UnscaleClipUpdate(Pass):
         own = [_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in _as_read(plan, grads, written)]
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
-            def insert(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-                if isinstance(op, types.FunctionType):  # a composition
-                    return inline(gm.graph, op, args, like=node, mode=mode)
-                return call(gm.graph, op, args, kwargs, like=node, mode=mode)
-
-            skip, norm, gradients = apply(plan, params, own, states, scalars, insert, *count)
+            skip, norm, gradients = inline(gm.graph, apply, (plan, params, own, states, scalars, *count), like=node, mode=mode)
         skip.meta[SKIP] = plan.skips is not None or bool(count)
         for user in list(node.users):
             place = user.args[1]
