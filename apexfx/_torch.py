@@ -9,16 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib.util
 import inspect
 import logging
-import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch

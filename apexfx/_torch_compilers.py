@@ -34,7 +34,6 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
-from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
 from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
