@@ -36,7 +36,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
-from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import partitioners
@@ -324,6 +324,18 @@ def _write_by_numbers(trace: Callable[..., Any]) -> Callable[..., Any]:
     return trace_write
 
 
+def _compare_sizes(op: Callable[[Any, Any], bool]) -> Callable[..., VariableTracker]:
+    """Return what traces `is`, or `is not`, of what a size makes: a guard holds it, where the other is of its type."""
+
+    def trace(tx: Any, left: VariableTracker, right: VariableTracker) -> VariableTracker:
+        if left.python_type() is right.python_type():
+            left, right = (ConstantVariable.create(each.evaluate_expr()) if isinstance(each, SymNodeVariable) else each
+                           for each in (left, right))
+        return ConstantVariable.create(op(_constant(left), _constant(right)))
+
+    return trace
+
+
 class GeneratedCode(NamedTuple):
     """The code that Inductor has made of a graph.
 
@@ -410,3 +422,6 @@ for function in in_graphs:
 BuiltinVariable._handle_insert_op_in_graph = _read_by_numbers(BuiltinVariable._handle_insert_op_in_graph)
 BuiltinVariable.call_function_handler_cache.clear()  # it holds what was there before
 TensorVariable.method___setitem__ = _write_by_numbers(TensorVariable.method___setitem__)
+for op in (operator.is_, operator.is_not):  # in front of what takes every constant for None
+    BuiltinVariable._binop_handlers()[op][:0] = [(types, _compare_sizes(op)) for types in (
+        (SymNodeVariable, ConstantVariable), (ConstantVariable, SymNodeVariable), (SymNodeVariable, SymNodeVariable))]

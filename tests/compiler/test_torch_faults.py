@@ -11,6 +11,8 @@ from __future__ import annotations
 import collections
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +85,12 @@ def raises(text: str, function: Callable[[], Any]) -> bool:
     return False
 
 
+def unpatched(program: str) -> str:
+    """Return what a program prints in a process that has no patch of ours."""
+    run = subprocess.run([sys.executable, "-c", f"import torch\n{program}"], capture_output=True, text=True, check=False)
+    return run.stdout + run.stderr
+
+
 def is_stale(forward: Callable[..., Any], before: dict[str, Any], after: dict[str, Any]) -> bool:
     """Return whether a call goes on with what a module held in the first."""
     module = Model(forward, layer=nn.Linear(2, 2), other=nn.Linear(2, 2))
@@ -116,6 +124,20 @@ def own_random_objects() -> bool:
     numbers = random.Random(0)
     run = compiled(lambda x: x * numbers.random(), "eager")
     return torch.equal(run(torch.ones(1)), run(torch.ones(1)))
+
+
+@fault("an index that is a tensor of no dimension is a number that no graph knows", slow=True,
+       ours="_torch_compilers.py _select_numbers, _read_by_numbers, _write_by_numbers")
+def indices_of_no_dimension() -> bool:
+    return "data-dependent" in unpatched("torch.compile(lambda bank, k: bank[k] * 1, backend='aot_eager', fullgraph=True)("
+                                         "torch.ones(5, 4), torch.tensor(2))")
+
+
+@fault("`is` between what a size makes and a constant is False", slow=True, ours="_torch_compilers.py _compare_sizes")
+def identity_of_sizes() -> bool:
+    return unpatched("chosen = lambda x: x * 2 if (len(x) == 2) is True else x\n"
+                     "run = torch.compile(chosen, fullgraph=True, backend='eager', dynamic=True)\n"
+                     "print(*(float(run(torch.ones(size)).mean()) for size in (3, 4, 2)))") == "1.0 1.0 1.0\n"
 
 
 @fault("a deque grows beyond its maxlen while it is captured", ours="compiler/refusals.py check_python_objects, "
