@@ -224,7 +224,8 @@ def check(make, ends, between=()):
     assert not wrong
 
 
-@table(4, "name, middle", [*((name, False) for name in STEPS), *((name, True) for name in STEPS if "accumulate" in name)])
+@table(3, "name, middle", [*((name, False) for name in STEPS), *((name, True) for name in STEPS if "accumulate" in name)],
+       by_turns=True)
 def test_an_end_that_is_no_step_leaves_the_next_steps_as_they_are(name, middle):
     ends = [end for end in ENDS if not middle or end in BETWEEN]
     if not (probe := STEPS[name]()).step._parts.may_skip:

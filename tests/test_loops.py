@@ -192,7 +192,7 @@ def check(make_optimizer, update, options, asked):
     return found
 
 
-@table(5, "name", RIGHT)
+@table(3, "name", RIGHT)
 def test_the_loop_that_a_step_replaces(name):
     found = check(*RIGHT[name])
     assert found.is_right and not found.part, str(found)
@@ -300,7 +300,7 @@ DIFFERENT = {  # what is above, where they part, in which update, what is said
 }
 
 
-@table(6, "name", DIFFERENT)
+@table(4, "name", DIFFERENT)
 def test_planted_differences(name):
     *case, part, number, said = DIFFERENT[name]
     found = check(*case)

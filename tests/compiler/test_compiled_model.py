@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -216,9 +217,8 @@ class Raises(nn.Module):
         return h @ h.t()
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("error", [ValueError("no batch"), KeyboardInterrupt()], ids=["ValueError", "KeyboardInterrupt"])
-@pytest.mark.parametrize("first", [False, True])
+@table(3, "error, breaks, first", itertools.product((ValueError("no batch"), KeyboardInterrupt()), (False, True), (False, True)),
+       ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None)
 def test_a_forward_that_has_raised_goes_on_in_its_dtypes(error, breaks, first):
     source, x = Raises(breaks), torch.randn(5, 6)
     expected = apexfx.transform(copy.deepcopy(source), inner="eager", opt_level="O1")(x)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import apexfx
+from tests.tables import table
 
 
 class Codebook(nn.Module):
@@ -57,7 +58,7 @@ class Shuffled(nn.Linear):
         return super().forward(0.3 * x + 0.7 * x[torch.randperm(len(x))])
 
 
-@pytest.mark.parametrize("make", [Codebook, Rows])
+@table(1, "make", [Codebook, Rows], by_turns=True)
 def test_gradients_and_buffers_are_those_of_eager(make):
     torch.manual_seed(0)
     reference, x = make(), torch.randn(3, 4)

@@ -15,6 +15,7 @@ from torch._inductor.utils import clear_caches, fresh_cache
 import apexfx
 from apexfx._torch_compilers import CppFile
 from apexfx.compiler import kernel_files, progress
+from tests.tables import table
 
 ADD = "#include <torch/csrc/inductor/cpp_prefix.h>\n{}static int twice(int x) {{ return {} * x; }}\n" \
       'extern "C"  void  kernel(const int* in, int* out) {{ *out = twice(*in); }}'
@@ -36,7 +37,7 @@ def update(transforms):
     return list(model.parameters()), list(reference.parameters())
 
 
-@pytest.mark.parametrize(("transforms", "threads"), [(True, 1), (False, 2)])
+@table(1, ("transforms", "threads"), [(True, 1), (False, 2)], by_turns=True)
 def test_a_graph_has_few_files_which_a_cache_keeps(transforms, threads, tmp_path):
     with fresh_cache(dir=tmp_path), inductor_config.patch(compile_threads=threads):
         torch.testing.assert_close(*update(transforms))
@@ -48,6 +49,7 @@ def test_a_graph_has_few_files_which_a_cache_keeps(transforms, threads, tmp_path
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.main.*")} == files
 
 
+@pytest.mark.long
 def test_a_large_graph_has_more_and_a_long_call_says_how_many_kernels_are_compiled(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kernel_files, "_FILE_CHARACTERS", 2000)
     monkeypatch.setattr(progress, "SECONDS", 0.0)

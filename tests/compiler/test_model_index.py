@@ -40,8 +40,7 @@ class Reached(nn.Module):
         return self.partial(layer(x))
 
 
-@pytest.mark.parametrize("broken", [False, True])
-@table(3, "name", ["a", "b", "c", "d", "again"])
+@table(3, "name, broken", [(name, broken) for broken in (False, True) for name in ("a", "b", "c", "d", "again")])
 def test_precision_reaches_the_module_of_that_name_and_no_other(name, broken):
     model = apexfx.transform(Reached(broken), opt_level="O1", inner="eager", precision={name: "float32"})
     model(torch.randn(2, 3))

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import apexfx
 from tests.small_models import Model
+from tests.tables import table
 
 ROWS: list[Fault] = []
 
@@ -482,8 +483,8 @@ def equal_gradients() -> bool:
 # ---- the register -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", [
-    pytest.param(row, id=row.is_there.__name__, marks=[pytest.mark.long] * row.slow) for row in ROWS])
+@table(sum(not row.slow for row in ROWS) // 3, "row", [
+    pytest.param(row, id=row.is_there.__name__, marks=[pytest.mark.long] * row.slow) for row in ROWS], by_turns=True)
 def test_the_fault_is_still_there(row):
     where = ", ".join(f"https://github.com/pytorch/pytorch/issues/{number}" for number in row.issues) or "no issue known"
     assert row.is_there(), (f"torch {torch.__version__} has mended: {row.what} ({where}). Delete this row and, once no supported "

@@ -85,7 +85,7 @@ LIES = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@table(7, ("lie", "way"), [(lie, way) for lie in LIES for way in WAYS
+@table(5, ("lie", "way"), [(lie, way) for lie in reversed(LIES) for way in WAYS
                             if not lie.startswith("step") or way in ("step", "step that accumulates")])
 def test_a_pass_that_lies_is_caught(lie, way):
     level = "O2" if "of the gradient" in lie or "reassociates" in lie else "O0"

@@ -147,8 +147,8 @@ def batches():
     return [(torch.randn(3, 6), torch.tensor(rows)) for rows in ([1, 4, 5], [0, 3, 2])]
 
 
-@table(2, "write, move", [("set by index", "down"), ("nothing", "down"), ("index_add_", "flip"),
-                          *((write, "roll") for write in WRITES), *(("set by index", move) for move in MOVES)])
+@table(1, "write, move", [("set by index", "down"), ("nothing", "down"), ("index_add_", "flip"),
+                          *((write, "roll") for write in WRITES), *(("set by index", move) for move in MOVES)], by_turns=True)
 def test_memory_that_is_written_and_moved_within_itself(write, move):
     assert_as_eager("train_step", with_memory(change_of(write, move)), batches())
 
@@ -268,6 +268,7 @@ def test_inputs_that_are_negated_when_they_are_read(entry, inner):
     assert_as_eager(entry, model, [(make(),) for make in LAZY.values()], inner=inner)
 
 
+@pytest.mark.long
 def test_a_negated_input_under_inductor():
     model = Model(lambda m, t: m.layer(t[None]).square().sum(), layer=nn.Linear(6, 1))
     assert_as_eager("train_step", model, [(LAZY["negated"](),), (LAZY["neither"](),)])

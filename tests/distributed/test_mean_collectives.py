@@ -162,6 +162,7 @@ def train(rank, world_size, mix, style, accumulate, **options):
                                    atol=tolerance)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_calls_that_communicate_and_calls_that_do_not_make_up_one_update(rank, world_size):
     """On rank 0 nothing is counted before the last call; it has gradients of what rank 1 has counted."""

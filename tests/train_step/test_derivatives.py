@@ -90,7 +90,7 @@ def of_images(channels):
     return nn.Sequential(nn.Unflatten(1, (4, channels // 4)), nn.InstanceNorm1d(4, affine=True), nn.Flatten())
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm, of_images])
+@table(1, "norm", [nn.BatchNorm1d, nn.LayerNorm, of_images])
 def test_a_third_derivative_of_a_norm_is_right(norm):
     """That of torch takes the statistics for constants."""
     torch.manual_seed(0)

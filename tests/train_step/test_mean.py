@@ -66,7 +66,7 @@ OPTIONS = {"alone": {}, "clipped": {"max_grad_norm": 0.05}, "safe": {"safeguard"
            "outside": {"optimizer": RMSprop}, "in pieces": {"fallback": "transform"}}
 
 
-@table(7, "accumulate, options", itertools.product(UPDATES, OPTIONS))
+@table(5, "accumulate, options", itertools.product(UPDATES, OPTIONS))
 def test_calls_with_other_counts_are_one_batch(accumulate, options):
     options = dict(OPTIONS[options])
     kind = options.pop("optimizer", lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
@@ -126,7 +126,7 @@ def test_an_overflow_of_float16_is_skipped_and_the_next_update_is_right():
     assert step.skipped
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@table(1, "dtype", [torch.float32, torch.float64])
 def test_means_add_up_each_with_its_own_count(dtype):
     """A loss a word, one an example, and a scalar."""
     def several(model, ids, labels):
@@ -216,8 +216,8 @@ def test_what_is_refused(name):
         make(net(), function, accumulate=2)(*batch(1, 4))
 
 
-@pytest.mark.parametrize("first", ["mean", "scalar"])
-@table(2, "accumulate, fallback", [(2, None), (3, None), (2, "transform")])
+@table(2, "first, accumulate, fallback", [(first, *options) for first in ("mean", "scalar")
+                                          for options in ((2, None), (3, None), (2, "transform"))])
 def test_a_mean_and_a_scalar_are_not_accumulated_together(first, accumulate, fallback):
     """And what is refused has changed nothing: the calls that accumulate go on, graphs that have run before included."""
     def mixed(model, ids, labels):
@@ -241,6 +241,7 @@ def test_a_mean_and_a_scalar_are_not_accumulated_together(first, accumulate, fal
                 assert step(*short) == alone(*short)
 
 
+@pytest.mark.long
 def test_code_of_inductor_weighs_as_well():
     expected, model = net(torch.float32), net(torch.float32)
     step = make(model, inner="inductor", accumulate=2)

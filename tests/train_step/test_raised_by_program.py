@@ -161,8 +161,8 @@ def train(between, place, way, level, **options):
     return found, model
 
 
-@table(10, "form, place, way, level", [(form, place, way, level) for form in FORMS for place in ("forward", "objective")
-                                       for way in ("step", "pieces") for level in ("O0", "O2", "O3")])
+@table(5, "form, place, way, level", [(form, place, way, level) for form in FORMS for place in ("forward", "objective")
+                                      for way in ("step", "pieces") for level in ("O0", "O2", "O3")])
 def test_it_is_what_eager_raises_and_the_next_batch_trains(form, place, way, level):
     options = {"fallback": "transform"} if way == "pieces" else {}
     (expected, eager), (found, model) = train(FORMS[form], place, "eager", "O0"), train(FORMS[form], place, way, level, **options)

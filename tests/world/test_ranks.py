@@ -33,6 +33,7 @@ def train(name, entry, rank, **options):
     return [float(loss) for number in range(STEPS) for loss in run.step(number)], run.moved()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_program_trains_on_ranks_as_a_loop_that_averages(rank, world_size):
     for name, entry in (("selective_state_space", "train_step"), ("trajectories", "transform")):
