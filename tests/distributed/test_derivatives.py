@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 import apexfx
-from tests.distributed.launch import on_ranks
+from tests.distributed.launch import run_ranks
+from tests.tables import table
 from tests.train_step.derivative_losses import LOSSES, X, heat, mlp, written_out
 
 CASES = LOSSES | {"heat_with_batch_norm": lambda: (mlp(nn.BatchNorm1d), heat, (X,))}
 
 
-def train(rank, world_size, name, **options):
+def train(rank, world_size, name, sync_bn):
     torch.manual_seed(0)
     model, objective, batch = CASES[name]()
     expected = written_out(model)
@@ -20,13 +21,11 @@ def train(rank, world_size, name, **options):
     objective(expected, *(x.double() for x in batch)).backward()
     optimizer.step()
     step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ddp=True,
-                             opt_level="O0", inner="eager", **options)
+                             opt_level="O0", inner="eager", sync_bn=sync_bn)
     step(*(x.chunk(world_size)[rank] for x in batch))
     torch.testing.assert_close(dict(model.named_parameters()), dict(expected.float().named_parameters()), rtol=1e-4, atol=1e-6)
 
 
-@on_ranks(2)
-def test_ranks_are_one_batch(rank, world_size):
-    train(rank, world_size, "gradient_penalty")
-    train(rank, world_size, "forces_with_batch_norm", sync_bn=True)
-    train(rank, world_size, "heat_with_batch_norm", sync_bn=True)
+@table(1, "name", ["forces_with_batch_norm", "heat_with_batch_norm", "gradient_penalty"], by_turns=True)
+def test_ranks_are_one_batch(name):
+    run_ranks(train, 2, name, "batch_norm" in name)

@@ -104,10 +104,10 @@ def test_matches_full_batch(rank, world_size):
             assert_close(x.grad, x_full.grad[mine], scale=5)  # through both layers and a convolution
             for p, q in zip(model.parameters(), reference.parameters()):
                 dist.all_reduce(p.grad)  # the gradients of weights are each rank's own share
-                # A sum over 175 positions whose terms are as large as the largest gradient.
-                assert_close(p.grad, q.grad, scale=10 * max(1.0, float(q.grad.abs().max())))
+                # A sum over 175 positions whose terms are as large as the largest gradient, and which cancel in front of a norm.
+                assert_close(p.grad, q.grad, scale=30 * max(1.0, float(q.grad.abs().max())))
             for buffer, other in zip(model.buffers(), reference.buffers()):
-                torch.testing.assert_close(buffer, other.to(buffer.dtype), rtol=2e-6, atol=2e-6)
+                assert_close(buffer, other, dtype=torch.float32, scale=5)  # of data that went through a layer and a convolution
             worst = max(worst, float((y.detach().double() - y_full.detach()[mine]).abs().max())) if y.numel() else worst
             texts = (model.print_readable(after="lowered", print_output=False),
                      model.print_readable(stage="backward", print_output=False))

@@ -17,9 +17,9 @@ from tests.world.script import ENTRIES, PROGRAMS, distance, train
 NO_HALF_IN_EAGER = ("word_lstm", "a_complex_layer", "tags_of_a_sentence")
 SLOW = ("curriculum", "adversarial_networks_with_spectral_norm", "adversarial_networks_with_gradient_penalty", "whisper",
         "vision_transformer", "truncated_backpropagation")
-# What `make test` runs: each program through one entry at one level, in turns; of those of bug reports a third each day.
+# What `make test` runs: each program through one entry at one level, in turns; of small ones a third each day.
 QUICK = [(name, ENTRIES[i % len(ENTRIES)]) for i, name in enumerate(PROGRAMS) if name not in SLOW]
-REPORTED = [row for row in QUICK if PROGRAMS[row[0]].build.__module__ in (reports.__name__, public.__name__)]
+SMALL = [row for row in QUICK if PROGRAMS[row[0]].build.__module__ in (kinds.__name__, reports.__name__, public.__name__)]
 eager = functools.cache(lambda name, level: train(name, "eager", level))
 
 
@@ -42,14 +42,14 @@ def check(name, entry, level, inner="eager", **options):
     assert all(error <= bound for error, bound in zip(found, bounds(name, level))), (found, bounds(name, level))
 
 
-@pytest.mark.parametrize("name, entry", [row for row in QUICK if row not in REPORTED],
+@pytest.mark.parametrize("name, entry", [row for row in QUICK if row not in SMALL],
                          ids=lambda x: x if isinstance(x, str) else " ".join(x))
 def test_a_program_trains_as_in_eager(name, entry):
     check(name, *entry)
 
 
-@table(len(REPORTED) // 3, "name, entry", REPORTED, by_turns=True, ids=lambda x: x if isinstance(x, str) else " ".join(x))
-def test_a_program_of_a_report_trains_as_in_eager(name, entry):
+@table(len(SMALL) // 3, "name, entry", SMALL, by_turns=True, ids=lambda x: x if isinstance(x, str) else " ".join(x))
+def test_a_small_program_trains_as_in_eager(name, entry):
     check(name, *entry)
 
 
