@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .._torch import has_own_step, has_step_hooks, tree_leaves, tree_map, viewed
-from .end_of_step import Update
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
+from .update import Update
 
 FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
 _DTYPES = (torch.float32, torch.float64)

@@ -13,10 +13,8 @@ from ..config import HALVES
 from ..graph.inputs import apply_node, trained_inputs
 from ..graph.mutation import storages, written_storages
 from ..graph.nodes import CASTS, before_upcast, call, fake_mode, inline, insert_after, value
-from ..graph.printing import count_text
-from ..ops.apply_gradients import StepPlan
-from ..optimizers.compositions import COMPOSITIONS
-from ..optimizers.end_of_step import apply
+from ..ops.apply_gradients import Plan, plan_of
+from ..optimizers.end_of_step import run
 from .base import Pass
 
 SKIP = "apexfx_skip"  # meta key of the node that says whether a step is skipped; False where none ever is
@@ -30,7 +28,7 @@ class UnscaleClipUpdate(Pass):
     number in half of the bytes. Where a gradient is not finite the ops write nothing, without a device sync. A
     gradient that is the memory of a parameter, or of another input that the graph writes, is copied first.
 
-    Before:  apply_gradients([w, b], [gw, gb], [m_w, m_b, v_w, v_b], [scale, growth, lr, steps], plan)
+    Before:  apply_gradients([w, b], [gw, gb], [scale, growth, m_w, m_b, v_w, v_b, lr, steps], plan)
     After:   norm, _, found_inf = multi_tensor_l2norm([gw, gb], 1 / scale)
              adam_([w, b], [gw, gb], [m_w, m_b], [v_w, v_b], ..., lr, scale, found_inf, clip)
              _amp_update_scale_(scale, growth, found_inf, 2.0, 0.5, 2000)
@@ -46,16 +44,16 @@ class UnscaleClipUpdate(Pass):
         if node is None:
             return PassResult(gm, False)
         trained_inputs(gm, node)  # or it is refused
-        params, grads, states, scalars, text, *count = node.args
-        plan, mode = StepPlan.from_json(text), fake_mode(gm.graph)
-        memory = _storages((*params, *states, *scalars))
+        params, grads, slots, text, *count = node.args
+        plan, mode = plan_of(text), fake_mode(gm.graph)
+        memory = _storages((*params, *slots))
         written = written_storages(gm)
         memory |= _storages(gm.graph.find_nodes(op="placeholder")) & written
         own = [_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in _as_read(plan, grads, written)]
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
-            skip, norm, gradients = inline(gm.graph, apply, (plan, params, own, states, scalars, *count), like=node, mode=mode)
-        skip.meta[SKIP] = plan.skips is not None or bool(count)
+            skip, norm, gradients = inline(gm.graph, run, (plan, params, own, slots, *count), like=node, mode=mode)
+        skip.meta[SKIP] = bool(count) or any(getattr(part, "skips", False) for part in plan.parts)
         for user in list(node.users):
             place = user.args[1]
             if place == 2:
@@ -67,9 +65,10 @@ class UnscaleClipUpdate(Pass):
             else:
                 user.replace_all_uses_with((skip, norm)[place])
             gm.graph.erase_node(user)
-        for group in plan.groups:
-            self.record(node, f"{group.op} over {count_text(group.num_params, 'parameter')}")
-        if not plan.groups:
+        for part in plan.parts:
+            if described := part.describe():
+                self.record(node, described)
+        if not plan.updates:
             self.record(node, "the gradients leave the graph, for an optimizer that runs outside of it")
         gm.graph.erase_node(node)
         gm.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in CASTS)  # of gradients
@@ -80,12 +79,12 @@ def _storages(nodes: Iterable[fx.Node]) -> frozenset[Any]:
     return frozenset().union(*(storages(value(node)) for node in nodes))
 
 
-def _as_read(plan: StepPlan, grads: Sequence[fx.Node | None], written: frozenset[Any]) -> list[fx.Node | None]:
+def _as_read(plan: Plan, grads: Sequence[fx.Node | None], written: frozenset[Any]) -> list[fx.Node | None]:
     """Return the gradients, in place of each that an op may read before it was widened what it was."""
     if plan.keeps_gradients:  # as are those of an optimizer outside of the graph
         return list(grads)
-    by_op = [group.op not in COMPOSITIONS for group in plan.groups for _ in range(group.num_params)]
-    return [_narrow(g, written) if g is not None and is_op else g for g, is_op in zip(grads, by_op, strict=True)]
+    by_op = {place for part in plan.updates if part.reads_halves for place in range(part.first, part.last)}
+    return [_narrow(g, written) if g is not None and place in by_op else g for place, g in enumerate(grads)]
 
 
 def _narrow(gradient: fx.Node, written: frozenset[Any]) -> fx.Node:

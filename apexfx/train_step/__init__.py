@@ -1,13 +1,13 @@
 """The whole training step as one graph: forward, loss, backward, allreduce, clipping, update and loss scale.
 
-Read `options`, `step` (what a user calls), `parts` (what it is made of), `checkpoint` (what is saved of it), `state` (what it
-reads and writes besides its batch), `function` and its `inputs` (what Dynamo traces), `accumulation` (over several calls), `mean`
-(losses with a denominator of their own), `step_graphs` (how a call runs it), `compiler` (what becomes of the captured graph),
-`in_pieces` (what cannot be). Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides),
-`optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
-`loss_scale` and `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps` (where that began),
-`bundle_recorder` (a call that another process runs again), `replicas` (whether the ranks still train one model); `ema` (averages
-of the parameters); `errors` and `wrong_call` (what a user is told).
+Read `options`, `step` (what a user calls), `components` (what it is made of), `parts` (what its end does, one a file), `slots`
+(their tensors), `checkpoint` (what is saved of them), `state` (all that it reads and writes besides its batch), `function` and
+its `inputs` (what Dynamo traces), `accumulation` (over several calls), `mean` (losses with a denominator of their own),
+`step_graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be). Beside them:
+`parameters`, `objective` and `leaves` (what is trained, and what is refused besides), `optimizer_list` and `optimizer_state`
+(what updates, and its tensors), `model` (what stands in for modules during a call), `skipped_steps` (where a skip began),
+`kept_buffers` (what it leaves behind: nothing), `bundle_recorder` (a call that another process runs again), `replicas` (whether
+the ranks still train one model); `errors` and `wrong_call` (what a user is told).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .ema import EMA as EMA
 from .function import SupervisedObjective
 from .options import StepOptions, check_what_is_trained
-from .safeguard import Event as Event
-from .safeguard import Safeguard as Safeguard
+from .parts.ema import EMA as EMA
+from .parts.safeguard import Event as Event
+from .parts.safeguard import Safeguard as Safeguard
 from .step import TrainStep as TrainStep
 
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..observe import bundle
-from .parts import CallGraphs, StepParts
-from .safeguard import STATE
+from .components import CallGraphs, StepParts
 from .skipped_steps import SkippedSteps, graph_of
 from .state import TrainingState
 
@@ -104,7 +103,7 @@ class BundleRecorder:
         own, folder = f"rank-{_rank()}", Path(self._folder)
         if len(list(folder.glob(f"call-*-{own}"))) >= self._max_records:
             return None
-        path = folder / f"call-{int(self._safeguard.tensors[STATE][0])}-{own}"
+        path = folder / f"call-{self._safeguard.num_judged}-{own}"
         log.warning("apexfx: the last step was skipped; its graph is traced once more and written to %s, which may take as "
                     "long as its capture", path)
         return path

@@ -6,29 +6,29 @@ import copy
 import logging
 from typing import Any
 
-from .parts import StepParts
+from torch import Tensor
+
+from .components import StepParts
+from .parts.loss_scale import of_grad_scaler
 
 log = logging.getLogger(__name__)
 
-_ALWAYS, _SOMETIMES = {"model", "optimizer", "scaler", "num_ranks"}, {"objective", "safeguard", "ema"}
+_ALWAYS, _OF_PARTS = {"model", "optimizer", "scaler", "num_ranks"}, {"safeguard", "ema"}
 
 
 def save(parts: StepParts) -> dict[str, Any]:
     """Return the state of a step; see `TrainStep.state_dict`."""
-    state = {"model": parts.model.state_dict(), "optimizer": parts.optimizers.state_dict(), "scaler": parts.scale.state_dict(),
+    state = {"model": parts.model.state_dict(), "optimizer": parts.optimizers.state_dict(), "scaler": {},
              "num_ranks": parts.num_ranks}
     if of_objective := parts.objective_modules.state_dict():
         state["objective"] = of_objective
-    if parts.safeguard is not None:
-        state["safeguard"] = parts.safeguard.state_dict()
-    if parts.ema is not None:
-        state["ema"] = parts.ema.state_dict(parts.model)
+    parts.slots.save(state, _named(parts))
     return state
 
 
 def load(parts: StepParts, state: dict[str, Any]) -> None:
     """Load what `save` returned; see `TrainStep.load_state_dict`. Nothing has changed where it raises."""
-    _check(parts, state)
+    state = _checked(parts, state)
     parts.objective_modules.refresh(parts.optimizers)
     holders = {"model": parts.model, "optimizer": parts.optimizers, "objective": parts.objective_modules}
     if "objective" not in state and holders.pop("objective").state_dict():
@@ -45,37 +45,36 @@ def load(parts: StepParts, state: dict[str, Any]) -> None:
     if state["num_ranks"] != parts.num_ranks:
         log.warning("apexfx: the state was saved by %d ranks and is loaded by %d: the batch that a step sees, and with it "
                     "the right learning rate, may be another", state["num_ranks"], parts.num_ranks)
-    parts.scale.load_state_dict(state["scaler"])
-    if parts.safeguard is not None:
-        parts.safeguard.load_state_dict(_of_safeguard(state))
-    if parts.ema is not None:
-        parts.ema.load_state_dict(state.get("ema", {"averages": {}, "counts": {}}), parts.model)
+    parts.slots.load(state, _named(parts))
 
 
-def _check(parts: StepParts, state: Any) -> None:
-    if not isinstance(state, dict) or set(state) - _SOMETIMES != _ALWAYS:
+def _checked(parts: StepParts, state: Any) -> dict[str, Any]:
+    """Return a state as a step saves it; one that is damaged is refused, and what does not fit is told of."""
+    if not isinstance(state, dict) or set(state) - _OF_PARTS - {"objective"} != _ALWAYS:
         kind = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: {sorted(_ALWAYS)}")
     if not isinstance(ranks := state["num_ranks"], int) or ranks < 1:
         raise ValueError(f"apexfx: the state was given with num_ranks={ranks!r}, expected a whole number, 1 or more")
-    parts.scale.check(state["scaler"])
-    if parts.safeguard is not None:
-        parts.safeguard.check(_of_safeguard(state))
-    if parts.ema is not None and "ema" in state:
-        parts.ema.check(state["ema"], parts.model)
-    elif parts.ema is not None:
-        log.warning("apexfx: the state has no averages of ema=, which begin anew")
-    elif "ema" in state:
-        log.warning("apexfx: the state has averages, which are dropped; make the step with ema= to go on with them")
+    own: dict[str, Any] = {"scaler": {}}
+    parts.slots.save(own, {})
+    is_of_step = not (isinstance(state["scaler"], dict) and "_growth_tracker" in state["scaler"])
+    state = {**state, "scaler": of_grad_scaler(state["scaler"])}
+    parts.slots.check(state, _named(parts))
+    if is_of_step and state["scaler"].keys() != own["scaler"].keys():
+        log.warning("apexfx: the state was saved with %s, and this step has loss_scale=%r: what the state lacks begins anew, "
+                    "and what the step has no use for is dropped", sorted(state["scaler"]) or "no loss scale", parts.scales)
+    for name in sorted(_OF_PARTS & (state.keys() ^ own.keys())):
+        log.warning("apexfx: the state has nothing of %s=, whose tensors begin anew" if name in own else
+                    "apexfx: the state has tensors of %s=, which are dropped; make the step with that to go on with them", name)
+    return state
 
 
 def names_of_parameters(parts: StepParts) -> dict[int, str]:
     """Return the names of what may be trained, by id."""
+    return {id(p): name for name, p in _named(parts).items()}
+
+
+def _named(parts: StepParts) -> dict[str, Tensor]:
+    """Return what may be trained by its name."""
     of_objective, _ = parts.objective_modules.named_tensors()
-    return {id(p): name for name, p in (*parts.model.named_parameters(), *of_objective.items())}
-
-
-def _of_safeguard(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a safeguard, skips included: a loss scale counts them where there is one."""
-    own = state.get("safeguard", {})
-    return {**state["scaler"], **own} if isinstance(own, dict) else own
+    return {**dict(parts.model.named_parameters()), **of_objective}

@@ -168,7 +168,7 @@ class StepCompiler:
     def _is_mean(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> bool:
         if not self.reduce_gradients:
             return any(p.name == MEANS for p in placeholders)
-        return (node := apply_node(gm)) is not None and len(node.args) > 5  # which takes the count of a `Mean`
+        return (node := apply_node(gm)) is not None and len(node.args) > 4  # which takes the count of a `Mean`
 
     def _share_counts(self, gm: fx.GraphModule) -> None:
         """Have the counts of a call that accumulates be those of all ranks only where its backward, or a pass, communicates."""
@@ -265,11 +265,11 @@ def _applied(gm: fx.GraphModule) -> tuple[Sequence[fx.Node], Sequence[fx.Node | 
     """
     if (node := apply_node(gm)) is None:
         return (), (), []
-    params, grads, states, scalars = node.args[:4]
+    params, grads, slots = node.args[:3]
     for p, gradient in zip(params, grads):
         if gradient is not None and value(gradient).layout != torch.strided:
             raise sparse_gradient(p.meta[NAME])
-    updated = {*params, *states, *scalars}
+    updated = {*params, *slots}
     return params, grads, [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p in updated]
 
 

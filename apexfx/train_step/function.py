@@ -99,7 +99,7 @@ def apply_gradients(inputs: StepInputs, grads: list[Tensor | None], weighted: We
     a gradient, and those that leave the step.
     """
     skip, norm, gradients = torch.ops.apexfx.apply_gradients.default(
-        inputs.params, grads, inputs.states, inputs.scalars, inputs.plan, *([] if weighted is None else [weighted.count]))
+        inputs.params, grads, inputs.slots, inputs.plan, *([] if weighted is None else [weighted.count]))
     return weighted and weighted.mean, skip, norm, tuple(g is not None for g in grads), gradients
 
 

@@ -20,13 +20,12 @@ class StepInputs:
         buffers: the sums of the gradients of earlier calls, one for each of `params`; [] where no calls accumulate.
         accumulated: for each of `buffers` whether it has a gradient.
         means: `StepMean.sums`, of a loss that is a `Mean`; None where no calls accumulate.
-        states: the optimizer's state, masters included.
-        scalars: learning rates, counts of updates, the loss scale.
+        slots: all else that the end of a step reads and writes: an optimizer's state, learning rates, the loss scale.
         scale: of these, what the loss is multiplied with; None where nothing is.
         calls: how many calls make up an update.
         group: the name of the process group that gradients are averaged over, or None.
         divisor: by how much that divides the sum of the ranks' gradients.
-        plan: a `StepPlan` as JSON.
+        plan: a `Plan` as text.
     """
 
     model: nn.Module
@@ -35,8 +34,7 @@ class StepInputs:
     buffers: list[Tensor]
     accumulated: list[bool]
     means: Tensor | None
-    states: list[Tensor]
-    scalars: list[Tensor]
+    slots: list[Tensor]
     scale: Tensor | None
     calls: int
     group: str | None

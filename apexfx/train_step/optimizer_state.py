@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .._torch import has_own_step, has_step_hooks, tensor_version
-from ..ops.apply_gradients import UpdateRow
 from ..optimizers.update_rules import Labels, schedulable, updates
+from .parts.update import ApplyUpdate
+from .slots import Row
 
 Option = tuple[int, int, str]  # places of an optimizer, and of a group of it, and the name of an option of the group
 _END = object()  # of a list, among objects of several
@@ -30,7 +31,6 @@ class OptimizerState:
 
     Attributes:
         params: the parameters, in the order of the updates.
-        states: their state and masters.
         scalars: the learning rates, scheduled hyperparameters, and the counts of updates, by name.
     """
 
@@ -42,7 +42,6 @@ class OptimizerState:
         self.updates = [update for optimizer, each in enumerate(optimizers)
                         for update in updates(each, trained, self.labels, _of(optimizer, scheduled))]
         self.params = [p for update in self.updates for p in update.params]
-        self.states = [t for update in self.updates for tensors in (*update.states.values(), update.masters) for t in tensors]
         self.scalars: dict[str, Tensor] = {
             f"lr_{place}": torch.zeros((), dtype=update.lr_dtype, device=update.params[0].device)
             for place, update in enumerate(self.updates)}
@@ -72,25 +71,30 @@ class OptimizerState:
                     self.scalars[scalar].fill_(number)
                     self._numbers[scalar] = number
 
-    def rows(self, names: list[str]) -> tuple[UpdateRow, ...]:
-        """Return the updates as a plan has them; `names` are those of all scalars of the graph."""
-        return tuple(
-            UpdateRow(update.op, len(update.params), len(update.states), bool(update.masters), names.index(f"lr_{place}"),
-                      names.index(self._step_names[id(update.step)]) if update.step is not None else None,
-                      update.numbers,
-                      tuple((number, names.index(f"{name}_{place}")) for name, number in update.scheduled.items()))
-            for place, update in enumerate(self.updates))
+    def parts(self) -> Iterator[ApplyUpdate]:
+        """Yield the updates as parts of the end of a step."""
+        first = 0
+        for place, update in enumerate(self.updates):
+            last = first + len(update.params)
+            yield ApplyUpdate(update.op, first, last, tuple(update.states), f"lr_{place}",
+                              self._step_names[id(update.step)] if update.step is not None else None, update.numbers,
+                              bool(update.masters),
+                              tuple((number, f"{name}_{place}") for name, number in update.scheduled.items()))
+            first = last
 
-    def named(self, names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the state: "layer1.weight.exp_avg".
+    def rows(self, names: dict[int, str]) -> Iterator[Row]:
+        """Yield what the updates read and write: "layer1.weight.exp_avg", "lr_0".
 
         Args:
             names: of the parameters, by id.
         """
+        first = 0
         for update in self.updates:
             for key, tensors in (*update.states.items(), ("master_param", update.masters)):
-                yield from ((f"{names[id(p)]}.{key}", tensor) for p, tensor in zip(update.params, tensors))
-        yield from self.scalars.items()
+                yield from (Row(key, f"{names[id(p)]}.{key}", tensor, place)
+                            for place, (p, tensor) in enumerate(zip(update.params, tensors), first))
+            first += len(update.params)
+        yield from (Row(name, name, tensor) for name, tensor in self.scalars.items())
 
     def note_run(self) -> None:
         """Note that counts of updates, and other numbers of the state, are as the graph left them."""

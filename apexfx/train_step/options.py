@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..config import TransformConfig, is_number
-from .ema import EMA
-from .safeguard import Safeguard
+from .parts.ema import EMA
+from .parts.safeguard import Safeguard
 
 
 @dataclass(frozen=True)

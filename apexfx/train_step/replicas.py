@@ -15,8 +15,7 @@ from ..errors import ReplicaMismatchError
 from ..host_copy import HostCopy
 from ..ops.checksum import checksum
 from ..report.data import Report
-from .ema import EmaState
-from .safeguard import Safeguard
+from .parts.safeguard import Safeguard
 
 _MOST_NAMED = 5
 
@@ -42,24 +41,26 @@ class ReplicaCheck:
         self._found: ReplicaMismatchError | None = None  # which stays until a state is loaded
 
     def note_update(self, names: dict[int, str], params: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer],
-                    ema: EmaState | None) -> None:
+                    others: Iterable[tuple[int, Tensor]] = ()) -> None:
         """Begin a comparison where the update that was made is one to look at.
 
         Args:
             names: of the parameters, by id.
             params: those that were updated.
             optimizers: whose state belongs to them.
-            ema: what averages them.
+            others: places among them, and tensors that belong to what is there.
         """
         self._num_updates += 1
         if self._num_updates % self._interval:
             return
         named = sorted({names.get(id(p), f"{place}"): p for place, p in enumerate(params)}.items(), key=operator.itemgetter(0))
-        held = [(row, tensor) for row, (_, p) in enumerate(named) for tensor in _with_state(p, optimizers, ema)]
+        rows = {id(p): row for row, (_, p) in enumerate(named)}
+        held = [(row, tensor) for row, (_, p) in enumerate(named) for tensor in _with_state(p, optimizers)]
+        held += [(rows[id(params[place])], tensor) for place, tensor in others]
         device = params[0].device
-        rows = torch.tensor([row for row, _ in held]).to(device, non_blocking=True)
+        of_each = torch.tensor([row for row, _ in held]).to(device, non_blocking=True)
         sums = torch.zeros(self._group.size(), len(named), dtype=torch.int64, device=device)
-        sums[self._group.rank()].index_add_(0, rows, checksum([tensor for _, tensor in held]))
+        sums[self._group.rank()].index_add_(0, of_each, checksum([tensor for _, tensor in held]))
         work, copy = self._group.allreduce([sums]), None
         if device.type == "cuda":
             work.wait()  # the stream, not the host
@@ -94,7 +95,7 @@ def check_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
     """
     check = ReplicaCheck(1, group)
     if params := list(module.parameters()):
-        check.note_update({id(p): name for name, p in module.named_parameters()}, params, (), None)
+        check.note_update({id(p): name for name, p in module.named_parameters()}, params, ())
     check.finish()
 
 
@@ -109,11 +110,10 @@ def replica_check(options: Safeguard | None, groups: Groups, report: Report) -> 
     return ReplicaCheck(interval, groups.gradients)
 
 
-def _with_state(param: Tensor, optimizers: Iterable[torch.optim.Optimizer], ema: EmaState | None) -> list[Tensor]:
-    """Return a parameter, its average and the tensors of its state on its device: a count on the host is left out."""
+def _with_state(param: Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return a parameter and the tensors of its state on its device: a count on the host is left out."""
     state = [value for each in optimizers if param in each.state for value in each.state[param].values()]
-    averages = ema.average(param) if ema is not None else []
-    return [param, *averages, *(value for value in state if isinstance(value, Tensor) and value.device == param.device)]
+    return [param, *(value for value in state if isinstance(value, Tensor) and value.device == param.device)]
 
 
 def _alone(columns: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -21,11 +21,10 @@ from ..graph.nodes import KIND, NAME
 from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
-from ..ops.apply_gradients import StepPlan
 from ..random_state import forked_random
-from .loss_scale import SCALE, SKIPS
-from .parts import CallGraphs, StepParts
-from .safeguard import NOT_SEARCHED, Event
+from .components import CallGraphs, StepParts
+from .parts.loss_scale import SCALE, LossScale
+from .parts.safeguard import NOT_SEARCHED, Event
 
 
 class LastCall:
@@ -139,7 +138,7 @@ class SkippedSteps:
     """
 
     def __init__(self, parts: StepParts, graphs: CallGraphs, name_of: Callable[[int], str | None]) -> None:
-        self._graphs, self._scale, self._safeguard, self._name_of = graphs, parts.scale, parts.safeguard, name_of
+        self._graphs, self._parts, self._safeguard, self._name_of = graphs, parts, parts.safeguard, name_of
         self._accumulates, self._device = parts.options.accumulate > 1, parts.device
         self.norm: Tensor | None = None
         self.forget_call()
@@ -151,7 +150,7 @@ class SkippedSteps:
     def start_call(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Keep what it takes to compute a call once more, which begins."""
         self.forget_call()
-        if self.counts is not None:
+        if self._parts.may_skip:
             self._begun = LastCall(batch, named, self._device)
 
     def finish_call(self, skip: Tensor, norm: Tensor) -> None:
@@ -159,11 +158,6 @@ class SkippedSteps:
         self.skip, self.norm, self.call = skip, norm, self._begun
         if self.call is not None:
             self.call.end()
-
-    @property
-    def counts(self) -> Tensor | None:
-        """How many steps were skipped, in all and in a row, on the device; None where none may be."""
-        return self._safeguard.skips if self._safeguard is not None else self._scale.tensors.get(SKIPS)
 
     def events(self) -> list[Event]:
         """Return those of the safeguard, the last one with the op where it began; waits for the device."""
@@ -182,5 +176,5 @@ class SkippedSteps:
 
     def scale_factor(self) -> float:
         """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""
-        overflowed = self._scale.mode == "dynamic" and self.skip > 0 and not self.norm.isfinite()
-        return 1 / StepPlan.backoff_factor if overflowed else 1.0
+        overflowed = self._parts.scales == "dynamic" and self.skip > 0 and not self.norm.isfinite()
+        return 1 / LossScale.backoff_factor if overflowed else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,56 +15,69 @@ from .._torch import has_gradient_hooks, note_optimizer_ran, num_hooks
 from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
-from ..ops.apply_gradients import StepPlan
+from ..ops.apply_gradients import Plan, registered
+from ..optimizers.end_of_step import EndOfStep, named_slots
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
-from .ema import COUNTS
+from .components import StepParts
 from .kept_buffers import KeptBuffers
-from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS
 from .mean import StepMean
 from .optimizer_state import OptimizerState, Option, Structure, cycled, schedulable_options
 from .parameters import check_optimizer, check_state, trained_parameters
-from .parts import StepParts
+from .parts import in_order
+from .parts.part import Part
+from .slots import Row, slots_of
 
 
 @dataclass
-class StepLists:
-    """Parameters, the optimizer's state, the loss scale and accumulated gradients, as the lists that a step's function takes.
+class StepState:
+    """Parameters, and all tensors that the end of a step reads and writes besides them and their gradients.
 
     Attributes:
         params: what is trained, in the order of the updates.
         names: of parameters, by id.
+        rows: of the slots that the graph takes, in its order.
         buffers: the accumulated gradients of `params`; [] where no calls accumulate.
         optimizer: the optimizer's state; None where it updates outside of the graph.
-        averaged: those of `params` that have an average, where there are averages.
-        scalars: learning rates, counts of updates, the loss scale.
-        plan: what happens to the gradients.
+        plan: what happens to the gradients, and in what.
+        follows, rows_outside: the parts that follow an update outside of the graph, and their slots.
         schedulable: what a schedule may change, learning rates aside.
         scheduled: what has changed of it, or a scheduler says that it will change.
     """
 
     params: list[Tensor] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
     optimizer: OptimizerState | None = None
-    averaged: list[Tensor] = field(default_factory=list)
-    scalars: list[Tensor] = field(default_factory=list)
-    plan: StepPlan = StepPlan()
+    plan: Plan = Plan()
+    follows: Sequence[Part] = ()
+    rows_outside: list[Row] = field(default_factory=list)
     schedulable: dict[Option, Any] = field(default_factory=dict)
     scheduled: set[Option] = field(default_factory=set)
 
+    @functools.cached_property
+    def tensors(self) -> list[Tensor]:
+        """Those of the rows."""
+        return [row.tensor for row in self.rows]
 
-def read(parts: StepParts, before: StepLists, means: Tensor | None) -> StepLists:
-    """Make the lists, and write down for the graph what happens to the gradients.
+    @functools.cached_property
+    def compared(self) -> list[tuple[int, Tensor]]:
+        """The places of parameters, and what they have of slots by which replicas are compared."""
+        return [(row.place, row.tensor) for row in (*self.rows, *self.rows_outside) if row.compared and row.place is not None]
+
+
+def read(parts: StepParts, before: StepState, means: Tensor | None) -> StepState:
+    """Read the state, and write down for the graph what happens to the gradients.
 
     Args:
-        before: the lists up to now.
+        before: the state up to now.
         means: `StepMean.sums`.
 
     Raises:
         ValueError: the model, or the optimizer, is one that no graph updates rightly any more.
     """
-    optimizers, options, ema = parts.optimizers, parts.options, parts.ema
+    optimizers, options = parts.optimizers, parts.options
     trained = trained_parameters(parts.model, parts.objective_modules, optimizers)
     if trained[0].device != parts.device:
         raise ValueError(f"apexfx: the model was on {parts.device} when the step was made, and is now on {trained[0].device}; "
@@ -73,7 +87,7 @@ def read(parts: StepParts, before: StepLists, means: Tensor | None) -> StepLists
     scheduled = (scheduled | cycled(optimizers)) & schedulable.keys()
     names = names_of_parameters(parts)
     optimizers.check_held(names)
-    outside = check_optimizer(optimizers, trained, options, parts.scale.mode, parts.report, scheduled=scheduled)
+    outside = check_optimizer(optimizers, trained, options, parts.scales, parts.report, scheduled=scheduled)
     state = None
     if not outside:
         # Before numbers that parameters share are taken apart.
@@ -83,46 +97,21 @@ def read(parts: StepParts, before: StepLists, means: Tensor | None) -> StepLists
     params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.buffers))
     buffers = [known.get(id(p), torch.zeros_like(p, requires_grad=False)).to(dtype_of_sum(p))
                for p in params] if options.accumulate > 1 else []
-    of_model = set(map(id, parts.model.parameters()))
-    averaged = [p for p in params if id(p) in of_model]
-    if ema is not None:
-        ema.hold(averaged)
-    of_step = {**parts.scale.tensors, **(parts.safeguard.tensors if parts.safeguard is not None else {})}
-    if ema is not None and state is not None:
-        of_step[COUNTS] = ema.counts
-    scalars = {**of_step, **(state.scalars if state is not None else {})}
-    left_out = [place for place, p in enumerate(params) if id(p) not in of_model]
+    rows = [*parts.slots.rows(params, names, set(map(id, parts.model.parameters()))),
+            *(state.rows(names) if state is not None else ())]
     parts.index.add_parameters(parts.objective_modules.named_tensors()[0])
     parts.index.add_states({
-        **(dict(state.named(names)) if state is not None else {}), **of_step,
+        **{row.name: row.tensor for row in rows},
         **{f"{names[id(p)]}{ACCUMULATED}": buffer for p, buffer in zip(params, buffers)},
-        **({MEANS: means} if means is not None else {}),
-        **{f"{names[id(p)]}.average": average for p, average in zip(averaged, ema.averages if ema is not None else ())}})
-    return StepLists(params, names, buffers, state, averaged, list(scalars.values()),
-                     _plan(parts, state, list(scalars), left_out), schedulable, scheduled)
-
-
-def _plan(parts: StepParts, state: OptimizerState | None, scalars: list[str], left_out: Sequence[int]) -> StepPlan:
-    """Return what a step does with its gradients.
-
-    Args:
-        state: the optimizer's, or None.
-        scalars: the names of all.
-        left_out: places of parameters without an average.
-    """
-    is_dynamic = parts.scale.mode == "dynamic"
-    max_grad_norm, clip_epsilon = parts.optimizers.clipping(parts.options.max_grad_norm)
-    return StepPlan(
-        groups=state.rows(scalars) if state is not None else (),
-        scale=scalars.index(SCALE) if SCALE in scalars else None,
-        growth_tracker=scalars.index(GROWTH) if is_dynamic else None,
-        max_scale=MAX_SCALE if is_dynamic else None,
-        max_grad_norm=max_grad_norm,
-        clip_epsilon=clip_epsilon,
-        skips=scalars.index(SKIPS) if SKIPS in scalars else None,
-        safeguard=parts.safeguard.row(scalars) if parts.safeguard is not None else None,
-        ema=parts.ema.row(scalars, left_out) if parts.ema is not None and state is not None else None,
-        keeps_gradients=parts.options.keep_grads or state is None)
+        **({MEANS: means} if means is not None else {})})
+    each = in_order(options, parts.scales, optimizers.clipping(options.max_grad_norm), state.parts() if state is not None else ())
+    follows = [part for part in each if part.after_update] if state is None else []
+    of_following = {slot.name for part in follows for slot in part.slots()}
+    of_graph = [row for row in rows if row.slot not in of_following]
+    plan = registered(Plan(tuple(part for part in each if part not in follows), slots_of(of_graph),
+                           options.keep_grads or state is None))
+    return StepState(params, names, of_graph, buffers, state, plan, follows,
+                     [row for row in rows if row.slot in of_following], schedulable, scheduled)
 
 
 class TrainingState:
@@ -143,7 +132,7 @@ class TrainingState:
 
     def __init__(self, parts: StepParts, kept_buffers: KeptBuffers | None) -> None:
         self._parts, self._kept_buffers = parts, kept_buffers
-        self.lists = StepLists()
+        self.lists = StepState()
         self._structure: Structure | None = None  # of the optimizers, which the lists follow from
         self._num_hooks = num_hooks()
         self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way made lists
@@ -174,12 +163,12 @@ class TrainingState:
 
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
-        lists, averages = self.lists, self._parts.ema.averages if self._parts.ema is not None else []
+        lists = self.lists
         return {"params": lists.params, "buffers": lists.buffers,
                 "accumulated": [id(p) in self.accumulated for p in lists.params] if lists.buffers else [],
                 "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
-                "states": [*lists.optimizer.states, *averages] if lists.optimizer is not None else [], "scalars": lists.scalars,
-                "scale": self._parts.scale.tensors.get(SCALE), "calls": self._parts.options.accumulate, "plan": lists.plan.json}
+                "slots": lists.tensors, "scale": self._parts.scale, "calls": self._parts.options.accumulate,
+                "plan": lists.plan.text}
 
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""
@@ -286,12 +275,21 @@ class TrainingState:
             return
         if not (self._parts.may_skip or self.mean.last is not None) or not skip.item():
             optimizers.step()
-            if (ema := self._parts.ema) is not None:
-                masters = {id(p): held["master_param"] for each in optimizers for p, held in each.state.items()
-                           if "master_param" in held}
-                ema.follow([masters.get(id(p), p) for p in lists.averaged])
+            self._follow()
         if not options.keep_grads:
             self._drop_gradients()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Run the parts that follow an update outside of the graph."""
+        lists = self.lists
+        slots = named_slots(slots_of(lists.rows_outside), [row.tensor for row in lists.rows_outside])
+        end = EndOfStep(lists.params, [p.grad for p in lists.params], slots)
+        masters = {id(p): held["master_param"] for each in self._parts.optimizers for p, held in each.state.items()
+                   if "master_param" in held}
+        end.updated = [masters.get(id(p), p) for p in lists.params]
+        for part in lists.follows:
+            part.apply(end)
 
     def end_accumulation(self) -> None:
         """Count what was accumulated as done."""

@@ -23,25 +23,29 @@ from ..distributed.agreement import check_alive
 from ..errors import NonFiniteError
 from ..graph.printing import count_text
 from ..host_memory import keep_freed_memory
+from ..ops.apply_gradients import registered
 from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
 from .accumulation import clear_accumulated
 from .bundle_recorder import BundleRecorder
-from .ema import EmaState
+from .components import CallGraphs, StepParts
 from .function import apply_gradients
 from .inputs import StepInputs
 from .kept_buffers import KeptBuffers
-from .loss_scale import SCALE, SKIPS, LossScale
 from .model import StepModel, check_modules
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import check_optimizer, set_up_step, trained_parameters
-from .parts import CallGraphs, StepParts
+from .parts import in_order
+from .parts.ema import AVERAGE, COUNT, averaged_model
+from .parts.loss_scale import SkipsTeller
+from .parts.norm import SKIPS
+from .parts.safeguard import LOG, STATE, Event, SafeguardLog
 from .replicas import replica_check
-from .safeguard import Event, SafeguardState
 from .skipped_steps import SkippedSteps
+from .slots import Slots
 from .state import TrainingState
 from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
 
@@ -74,11 +78,11 @@ class TrainStep:
         casts_to = half if config.level.half_parameters else None
         in_float16 = config.level.casts and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
         device = trained[0].device
-        scale = LossScale(options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None, device)
-        safeguard = None if options.safeguard is None else SafeguardState(
-            options.safeguard, device, scale.tensors.get(SKIPS), options.accumulate)
-        ema = EmaState(options.ema) if options.ema is not None else None
-        self._outside = check_optimizer(optimizers, trained, options, scale.mode, report, casts_to)
+        scales = options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None
+        each = in_order(options, scales, optimizers.clipping(options.max_grad_norm))
+        slots = Slots([slot for part in each for slot in part.slots()], trained[0])
+        safeguard = None if options.safeguard is None else SafeguardLog(options.safeguard, slots[SKIPS], slots[STATE], slots[LOG])
+        self._outside = check_optimizer(optimizers, trained, options, scales, report, casts_to)
         self._note_ranks_apart(options)
         # From here on, things change.
         if device.type == "cpu":
@@ -86,8 +90,9 @@ class TrainStep:
         note_second_updates(optimizers, report)
         agreement = set_up_step(model, objective_modules, optimizers, groups, options)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report)
-        self._parts = parts = StepParts(model, step_model, objective, objective_modules, optimizers, options, scale, safeguard,
-                                        ema, report, ModelIndex(lambda: model), groups, agreement, device)
+        self._parts = parts = StepParts(model, step_model, objective, objective_modules, optimizers, options, scales, slots,
+                                        safeguard, report, ModelIndex(lambda: model), groups, agreement, device)
+        self._skips_teller = SkipsTeller(slots[SKIPS]) if scales is not None else None
         buffers = None if safeguard is None else KeptBuffers(
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
             accumulates=options.accumulate > 1)
@@ -153,7 +158,7 @@ class TrainStep:
 
     def _check_autocast(self) -> None:
         kind = self._parts.device.type
-        if self._parts.scale.mode is None and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+        if self._parts.scales is None and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
                              "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                              "pass loss_scale='dynamic'")
@@ -198,7 +203,8 @@ class TrainStep:
                 return
             state.note_change()
             inputs = StepInputs(self.model, self.objective, **state.inputs())
-            inputs.plan = lists.plan.of_calls(num_calls).json
+            plan = registered(lists.plan.of_calls(num_calls))
+            inputs.plan = plan.text
             applied = apply_gradients(inputs, grads, weighted)
             clear_accumulated(lists.buffers, state.mean.sums)
             self._note_applied(*applied)
@@ -210,12 +216,12 @@ class TrainStep:
         if self._replicas is not None:
             self._replicas.finish()
             if updated:
-                self._replicas.note_update(lists.names, lists.params, parts.optimizers, parts.ema)
+                self._replicas.note_update(lists.names, lists.params, parts.optimizers, lists.compared)
         if updated and parts.safeguard is not None and (skips := parts.safeguard.too_many()):
             self._recorder.record_where_skipped()
             raise NonFiniteError(f"apexfx: {count_text(skips, 'step')} in a row skipped, and nothing is trained any more. The "
                                  f"last: {self.events[-1]}")
-        if parts.scale.mode is not None and (skips := parts.scale.skips_to_tell()):
+        if self._skips_teller is not None and (skips := self._skips_teller.skips_to_tell()):
             log.warning("apexfx: %d steps in a row were skipped, because a gradient was not finite; the loss scale is %g now. %s",
                         skips, self.loss_scale, self._skipped.where())
 
@@ -257,12 +263,12 @@ class TrainStep:
     @property
     def loss_scale(self) -> float:
         """The factor that the next loss is multiplied with; waits for the device."""
-        return self._parts.scale.value
+        return float(self._parts.scale) if self._parts.scale is not None else 1.0
 
     @property
     def skipped(self) -> int:
         """How many steps changed nothing because a gradient was not finite; waits for the device."""
-        return int(self._skipped.counts[0]) if self._skipped.counts is not None else 0
+        return int(self._parts.skips[0]) if self._parts.may_skip else 0
 
     @property
     def events(self) -> list[Event]:
@@ -342,11 +348,12 @@ class TrainStep:
             RuntimeError: the step averages nothing, or a previous step failed after it had modified state.
             TypeError: the model holds what cannot be copied.
         """
-        if self._parts.ema is None:
+        slots = self._parts.slots
+        if AVERAGE not in slots:
             raise RuntimeError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
                                "ema=apexfx.EMA(decay=0.9999)")
         self._state.check_whole()
-        return self._parts.ema.module(self.model)
+        return averaged_model(self.model, slots.of_params(AVERAGE), slots.of_params(COUNT))
 
     def print_readable(self, *, stage: str = "step", after: str | None = None, graph: int = 0, print_output: bool = True) -> str:
         """Print and return a graph as Python: as captured, or after the pass named `after` (default: the last)."""
@@ -380,6 +387,9 @@ class TrainStep:
             RuntimeError, ValueError: it is of another model or optimizer; torch says which entries differ. Nothing has changed.
         """
         checkpoint.load(self._parts, state)
+        for host in (self._skips_teller, self._parts.safeguard):
+            if host is not None:
+                host.forget()
         if self._replicas is not None:
             self._replicas.forget()
         self._state.drop_accumulated()
@@ -412,4 +422,4 @@ def trace_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, An
     parts = step._parts
     params = trained_parameters(step.model, parts.objective_modules, parts.optimizers)
     return step_graphs.trace_gradients(parts.step_model, step.objective, config, parts.groups, params, batch, named,
-                                       scale=parts.scale.tensors.get(SCALE), calls=parts.options.accumulate)
+                                       scale=parts.scale, calls=parts.options.accumulate)

@@ -30,11 +30,11 @@ from ..config import TransformConfig
 from ..random_state import forked_random
 from ..report.data import Report
 from .compiler import NotRun, StepCompiler
+from .components import StepParts
 from .errors import calls_backward, capture_errors
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step
 from .inputs import StepInputs
 from .model import StepModel, check_contexts, warn_of_eval_mode
-from .parts import StepParts
 from .state import TrainingState
 
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
@@ -148,7 +148,7 @@ class StepGraphs:
         Where something has moved all the same, another graph is recorded.
         """
         inputs = self._state.inputs()
-        written = [inputs[name] for name in ("params", "buffers", "means", "states", "scalars", "scale")]
+        written = [inputs[name] for name in ("params", "buffers", "means", "slots", "scale")]
         for tensor in tree_leaves(written):
             if isinstance(tensor, Tensor):
                 mark_static_address(tensor, guard=False)
@@ -198,7 +198,7 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
     index.add_parameters(model.objective_modules.named_tensors()[0])
     compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None, index=index,
                             on_run=_nothing, on_communication=_nothing, on_loss=_nothing, reduce_gradients=False, traces=True)
-    inputs = StepInputs(model.model, objective, params, buffers=[], accumulated=[], means=None, states=[], scalars=[],
+    inputs = StepInputs(model.model, objective, params, buffers=[], accumulated=[], means=None, slots=[],
                         scale=scale, calls=calls, group=None, divisor=1, plan="")
     return trace(run_gradients, compiler, model, inputs, batch, named)
 

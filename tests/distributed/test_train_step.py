@@ -372,7 +372,7 @@ def test_skips_are_told_by_a_rank_that_waits_for_nobody(rank, world_size):
     step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", ddp=True,
                              inner="eager", loss_scale="dynamic")
     if rank == 1:  # which alone is told
-        step._parts.scale.skips_to_tell = lambda: 0
+        step._skips_teller.skips_to_tell = lambda: 0
     for _ in range(12):
         step(torch.full((4, 8), torch.inf if rank == 1 else 1.0), torch.ones(4, 4))
     assert step.skipped == 12

@@ -15,7 +15,7 @@ import apexfx
 from apexfx._torch import make_fx
 from apexfx.observe.interpreter import Interpreter
 from apexfx.observe.non_finite import NonFinite
-from apexfx.train_step.safeguard import NOT_SEARCHED
+from apexfx.train_step.parts.safeguard import NOT_SEARCHED
 from tests.tables import table
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)

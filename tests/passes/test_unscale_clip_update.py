@@ -11,13 +11,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from apexfx._torch import PlainAOTInput
 from apexfx.compiler.pipeline import Pipeline
 from apexfx.graph.nodes import value
-from apexfx.ops.apply_gradients import StepPlan, UpdateRow
+from apexfx.ops.apply_gradients import Plan, registered
 from apexfx.passes.unscale_clip_update import UnscaleClipUpdate
+from apexfx.train_step.parts.norm import Clip, Norm
+from apexfx.train_step.parts.update import ApplyUpdate
 
 L2NORM, SGD_OP = torch.ops.apexfx.multi_tensor_l2norm.default, torch.ops.apexfx.sgd_.default
-SGD = UpdateRow("sgd_", 1, 0, masters=False, lr=0, step=None, numbers=(0.0, 0.0, 0.0, False, False, False))
-COMPOSED = UpdateRow("sgd", 1, 0, masters=False, lr=0, step=None, numbers=(False, 0.0, 0.0, 0.0, False))
-PLAN = StepPlan(groups=(SGD,), max_grad_norm=1.0)
+SGD = ApplyUpdate("sgd_", 0, 1, (), "lr", None, (0.0, 0.0, 0.0, False, False, False))
+COMPOSED = ApplyUpdate("sgd", 0, 1, (), "lr", None, (False, 0.0, 0.0, 0.0, False))
+PLAN = Plan((Norm(), Clip(1.0), SGD), (("lr", None),))
 
 
 def end_of_a_step(gradient, writes=False, plan=PLAN):
@@ -27,8 +29,10 @@ def end_of_a_step(gradient, writes=False, plan=PLAN):
         gradient: of the parameter and an input.
         writes: whether the graph writes that input then.
     """
+    plan = registered(plan)
+
     def run(w, x, lr):
-        skip, norm, kept = torch.ops.apexfx.apply_gradients([w], [gradient(w, x)], [], [lr], plan.json)
+        skip, norm, kept = torch.ops.apexfx.apply_gradients([w], [gradient(w, x)], [lr], plan.text)
         if writes:
             torch.ops.aten.add_.Tensor(x, 1.0)
         return skip, norm, w * 2.0, *kept
@@ -89,7 +93,7 @@ def test_a_half_gradient_is_read_before_it_is_widened():
 
 @pytest.mark.parametrize(("gradient", "plan"), [
     (widened_and_written, PLAN), (widened, dataclasses.replace(PLAN, keeps_gradients=True)),
-    (widened, StepPlan(groups=(COMPOSED,), max_grad_norm=1.0))], ids=["written", "kept", "composed"])
+    (widened, dataclasses.replace(PLAN, parts=(Norm(), Clip(1.0), COMPOSED)))], ids=["written", "kept", "composed"])
 def test_a_widened_gradient_is_read_where_its_half_is_not_the_same(gradient, plan):
     gm = end_of_a_step(gradient, plan=plan)
     rewritten(gm)

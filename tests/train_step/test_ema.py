@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import apexfx
-from apexfx.ops.apply_gradients import EmaRow, StepPlan
 from apexfx.optimizers import FusedAdam
 from tests.own_optimizers import RMSprop
 
@@ -75,7 +74,7 @@ class Reference:
     def compare(self):
         model, now = self.step.model, self.step.ema_model
         assert list(now.state_dict()) == list(model.state_dict()) and now.training is model.training
-        averages = self.step._parts.ema.state_dict(model)["averages"]
+        averages = self.step.state_dict()["ema"]["averages"]
         for name, p in self.averaged.module.named_parameters():
             torch.testing.assert_close(averages[name], p.detach(), rtol=1e-5, atol=1e-6)
             in_model = now.get_parameter(name)
@@ -87,7 +86,7 @@ class Reference:
 
 
 def averages_of(step):
-    return copy.deepcopy(step._parts.ema.state_dict(step.model))
+    return copy.deepcopy(step.state_dict()["ema"])
 
 
 def assert_equal(one, other):
@@ -178,9 +177,9 @@ def test_an_average_belongs_to_its_parameter():
     data = iter(batches(8))
 
     def averages_follow(frozen=()):
-        before, begun = averages_of(step)["averages"], dict(step._parts.ema.state_dict(model)["averages"])
+        before, begun = averages_of(step)["averages"], dict(step.state_dict()["ema"]["averages"])
         step(*next(data))
-        for name, average in step._parts.ema.state_dict(model)["averages"].items():
+        for name, average in step.state_dict()["ema"]["averages"].items():
             p = model.get_parameter(name).detach()
             expected = before[name] if name in frozen else before[name].lerp(p, 0.2) if name in begun else p
             torch.testing.assert_close(average, expected)
@@ -292,11 +291,6 @@ def test_updates_go_early_all_the_same():
     step(torch.randn(2, 512), torch.randn(2, 512))
     code = step.report.code(stage="step")
     assert len(re.findall("apexfx.adam_", code)) > 1 and code.index("apexfx.adam_") < code.rindex("aten.mm")
-
-
-def test_a_plan_has_it_where_it_is_asked_for():
-    plan = StepPlan(ema=EmaRow(3, 0.9, (1, 4)))
-    assert StepPlan.from_json(plan.json) == plan and "ema" not in StepPlan().json
 
 
 def test_what_is_refused():

@@ -15,8 +15,7 @@ from torch import nn
 
 import apexfx
 from apexfx.optimizers import FusedAdam
-from apexfx.optimizers.safeguard_decision import judge, new_state
-from apexfx.train_step.safeguard import _event
+from apexfx.train_step.parts.safeguard import Judge, _event, judge
 from tests.own_optimizers import RMSprop
 from tests.tables import table
 
@@ -492,7 +491,8 @@ def test_the_first_run_of_a_graph_that_was_captured_before_is_taken_back():
 
 
 def test_an_infinite_norm_of_finite_gradients_does_not_end_the_average():
-    found_inf, skips, (state, log) = torch.zeros(()), torch.zeros(2), new_state(torch.device("cpu"))
+    found_inf, skips = torch.zeros(()), torch.zeros(2)
+    state, log = (slot.make(skips) for slot in Judge(2).slots())
     for norm, skipped in ((1.0, 0), (math.inf, 0), (2.0, 0), (1.5, 0), (math.inf, 1), (1e3, 1), (1.4, 0)):
         skip = judge(found_inf, torch.tensor(norm), torch.ones(1), [0], skips, state, log, 2, 10.0, 1)
         assert skip.item() == skipped
@@ -505,7 +505,8 @@ def test_ten_thousand_sequences_are_judged_as_by_the_automaton():
     rng = random.Random(0)
     for _ in range(10_000):
         window, factor = rng.choice([1, 2, 5]), rng.choice([None, 2.0, 8.0])
-        automaton, skips, (state, log) = Automaton(window, factor, 3), torch.zeros(2), new_state(torch.device("cpu"))
+        automaton, skips = Automaton(window, factor, 3), torch.zeros(2)
+        state, log = (slot.make(skips) for slot in Judge(2).slots())
         for call in range(1, 13):
             kind = rng.choice([GOOD, GOOD, SPIKE, NAN_INPUT])
             norm = torch.tensor(rng.expovariate(1.0) * {GOOD: 1.0, SPIKE: 100.0, NAN_INPUT: math.nan}[kind])

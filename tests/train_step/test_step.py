@@ -17,9 +17,11 @@ from torch._inductor.utils import run_and_get_code
 
 import apexfx
 from apexfx._torch import has_kernel
-from apexfx.ops.apply_gradients import StepPlan, UpdateRow
+from apexfx.ops.apply_gradients import Plan, registered
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from apexfx.optimizers.loss_scale import MIN_SCALE
+from apexfx.train_step.parts.loss_scale import MIN_SCALE, LossScale
+from apexfx.train_step.parts.norm import Norm
+from apexfx.train_step.parts.update import ApplyUpdate
 from tests.own_optimizers import RMSprop
 from tests.tables import table
 
@@ -284,10 +286,12 @@ class Automaton:
 def test_the_scale_is_that_of_an_automaton(num_seeds, length):
     for seed in range(num_seeds):
         draw = random.Random(seed)
-        plan = StepPlan(groups=(UpdateRow("sgd_", 2, 0, False, 0, None, (0.0, 0.0, 0.0, False, False, False)),), scale=1,
-                        growth_tracker=2, max_scale=2.0 ** draw.randint(8, 20), growth_factor=draw.choice((2.0, 4.0)),
-                        backoff_factor=draw.choice((0.5, 0.25)), growth_interval=draw.randint(1, 5), skips=3)
-        automaton = Automaton(2.0 ** draw.randint(0, 8), plan)
+        scaling = LossScale(max_scale=2.0 ** draw.randint(8, 20), growth_factor=draw.choice((2.0, 4.0)),
+                            backoff_factor=draw.choice((0.5, 0.25)), growth_interval=draw.randint(1, 5))
+        update = ApplyUpdate("sgd_", 0, 2, (), "lr", None, (0.0, 0.0, 0.0, False, False, False))
+        names = ("lr", "loss_scale", "growth_tracker", "skips")
+        plan = registered(Plan((scaling, Norm(skips=True), update), tuple((name, None) for name in names)))
+        automaton = Automaton(2.0 ** draw.randint(0, 8), scaling)
         params = [torch.zeros(3), torch.zeros(2, 2)]
         scalars = [torch.tensor(1.0), torch.tensor(automaton.scale), torch.tensor(0, dtype=torch.int32), torch.zeros(2)]
         for _ in range(length):
@@ -297,7 +301,7 @@ def test_the_scale_is_that_of_an_automaton(num_seeds, length):
                 flat = draw.choice(grads).view(-1)
                 flat[draw.randrange(len(flat))] = draw.choice((math.inf, -math.inf, math.nan))
             automaton.step(finite)
-            torch.ops.apexfx.apply_gradients(params, grads, [], scalars, plan.json)
+            torch.ops.apexfx.apply_gradients(params, grads, scalars, plan.text)
             assert [scalars[1].item(), scalars[2].item(), *scalars[3].tolist()] == \
                 [automaton.scale, automaton.streak, automaton.skips, automaton.in_a_row], f"seed {seed}"
             assert all((p == automaton.updates).all() for p in params), f"seed {seed}"
@@ -453,7 +457,7 @@ def test_what_is_no_state_of_this_step_is_refused():
     step = make(loss_scale="dynamic")
     with pytest.raises(ValueError, match="expected what state_dict\\(\\) returns"):
         step.load_state_dict({"model": {}})
-    with pytest.raises(ValueError, match="'scaler' of a step's .*'loss_scale' has the shape "):
+    with pytest.raises(ValueError, match="scaler: 'loss_scale' has the shape "):
         step.load_state_dict({**make().state_dict(), "scaler": {"loss_scale": torch.ones(3)}})
     before = copy.deepcopy(step.state_dict())
     other = {**step.state_dict(), "optimizer": SGD([torch.zeros(1)], lr=0.1).state_dict()}

@@ -5,25 +5,26 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config import is_number
-from ..graph.printing import count_text
-from ..host_copy import HostCopy
-from ..ops.apply_gradients import SafeguardRow
-from ..optimizers.safeguard_decision import LOGGED, NO_PLACE, NOT_FINITE, new_state
-from .loss_scale import SKIPS
-from .saved_numbers import Saved, check_saved
+from ...config import is_number
+from ...graph.printing import count_text
+from ...host_copy import HostCopy
+from ...optimizers.end_of_step import EndOfStep
+from .norm import SKIPS
+from .part import Part, Slot
 
 log = logging.getLogger(__name__)
 
 STATE, LOG = "safeguard", "skipped_steps"
+LOGGED = 64  # skipped steps that the log holds
+NOT_FINITE, SPIKE = 1.0, 0.0
+NO_PLACE = 2.0**31  # in the log, where no gradient is to be named
 _COUNTS = (0, 1, 3, 6, 7)  # columns of the log: the others are norms, which may be anything
 NOT_SEARCHED = "op not searched: read events right after the call, or give record_dir="
 
@@ -100,37 +101,108 @@ class Event:
                 f"{f': {self.where}' if self.where else ''}")
 
 
-class SafeguardState:
-    """The state of a safeguard: tensors that the graph reads and writes, and what the host has read of them.
+@dataclass(frozen=True)
+class Judge(Part):
+    """Skip a step whose gradients' norm is a spike, and log each step that is skipped.
+
+    Attributes:
+        window: how many norms the running average is over, and how many are needed before one is a spike.
+        spike_factor: a norm above so many times the average is a spike; None where none is.
+        calls: how many have accumulated the gradients.
+    """
+
+    window: int
+    spike_factor: float | None = None
+    calls: int = 1
+
+    def slots(self) -> Sequence[Slot]:
+        # How many steps were judged, the running average of the norm, how many norms are in it, and how many calls there were.
+        # A row of the log is a skipped step: which one, counted from 1; `NOT_FINITE` or `SPIKE`; the norm; the place among the
+        # parameters of the first gradient that is not finite; the running average of the norm and the limit, read of a spike
+        # alone; the first and the last of the calls that accumulated its gradients. Skip number i, counted from 0, is in the row
+        # i modulo `LOGGED`.
+        return (Slot(STATE, dtype=torch.float64, shape=(4,), saved=("safeguard", STATE)),
+                Slot(LOG, dtype=torch.float64, shape=(LOGGED, 8), saved=("safeguard", LOG), columns=_COUNTS))
+
+    def apply(self, end: EndOfStep) -> None:
+        norm = end.norm if end.empty is None else end.norm / (1 - end.empty)  # 0 / 0 where empty: in no average
+        end.fault = judge(end.found_inf, norm, end.norms, end.present, end.slot(SKIPS), end.slot(STATE), end.slot(LOG),
+                          self.window, self.spike_factor, self.calls)
+
+    def of_calls(self, calls: int) -> Judge:
+        return dataclasses.replace(self, calls=calls)
+
+    def describe(self) -> str:
+        spikes = f", and skips one above {self.spike_factor:g} times the average" if self.spike_factor is not None else ""
+        return f"a safeguard, which logs the norm of each step that is skipped{spikes}"
+
+
+def judge(found_inf: Tensor, norm: Tensor, norms: Tensor, members: Sequence[int], skips: Tensor, state: Tensor, log: Tensor,
+          window: int, spike_factor: float | None, calls: int) -> Tensor:
+    """Return whether a step is to be skipped, 1 or 0, float32; note it in the log, or the norm in the running average.
+
+    Args:
+        found_inf: 1 where a gradient is not finite, float32, 0-d.
+        norm: of all gradients, 0-d.
+        norms: of each of them, not finite where it is not.
+        members: its place among the parameters.
+        skips: how many steps were skipped before, and how many in a row.
+        state, log: as `Judge` has them; both are written.
+        window, spike_factor, calls: as `Judge` has them.
+    """
+    judged, average, averaged, called = state[0], state[1], state[2], state[3]
+    limit = average if spike_factor is None else average * spike_factor  # not read where there are no spikes
+    norm, skip = norm.double(), found_inf
+    if spike_factor is not None:
+        skip = torch.maximum(found_inf, ((averaged >= window) & (norm > limit)).float())
+    skipped = skip > 0
+    places = torch.cat([torch.arange(first, last, device=norms.device) for first, last in _runs(members)])
+    place = torch.where(norms.isfinite(), NO_PLACE, places.double()).amin()
+    entry = torch.stack([judged + 1, (found_inf > 0).double(), norm, place, average, limit, called + 1, called + calls])
+    here = torch.arange(LOGGED, device=log.device) == skips[0].remainder(LOGGED)
+    log.copy_(torch.where((here & skipped).unsqueeze(1), entry, log))
+    left_out, more = skipped | ~norm.isfinite(), torch.clamp_max(averaged + 1, window)  # finite ones may have an infinite norm
+    state.copy_(torch.stack([judged + 1, torch.where(left_out, average, average + (norm - average) / more),
+                        torch.where(left_out, averaged, more), called + calls]))
+    return skip
+
+
+def _runs(members: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and one behind the last of each run of consecutive numbers."""
+    first = last = members[0]
+    for member in members[1:]:
+        if member != last + 1:
+            yield first, last + 1
+            first = member
+        last = member
+    yield first, last + 1
+
+
+class SafeguardLog:
+    """What the host has read of the log of a safeguard.
 
     Args:
         options: what the user asked for.
-        device: of the tensors.
-        skips: what a loss scale counts the skips in; None where there is none.
-        calls: how many make up an update.
-
-    Attributes:
-        tensors: those of the graph, by name, beside those of the loss scale.
-        skips: how many there were, in all and in a row.
+        skips, state, entries: the slots.
     """
 
-    def __init__(self, options: Safeguard, device: torch.device, skips: Tensor | None, calls: int) -> None:
-        self._options, self._calls_an_update = options, calls
-        self.tensors: dict[str, Tensor] = dict(zip((STATE, LOG), new_state(device)))
-        if skips is None:
-            skips = self.tensors[SKIPS] = torch.zeros(2, dtype=torch.float32, device=device)
-        self.skips = skips
+    def __init__(self, options: Safeguard, skips: Tensor, state: Tensor, entries: Tensor) -> None:
+        self._options, self._skips, self._state, self._log = options, skips, state, entries
         # Every rank looks after the same calls, so that all raise after the same one: late enough for the device to be done.
-        self._interval = 1 if device.type == "cpu" else min(10, options.max_consecutive_skips)
+        self._interval = 1 if skips.device.type == "cpu" else min(10, options.max_consecutive_skips)
         self._forget(0)
 
-    def row(self, scalars: list[str]) -> SafeguardRow:
-        """Return what a plan says of it; `scalars` are the names of all."""
-        return SafeguardRow(scalars.index(STATE), scalars.index(LOG), self._options.window, self._options.spike_factor,
-                            self._calls_an_update)
+    @property
+    def num_judged(self) -> int:
+        """How many steps were judged; waits for the device."""
+        return int(self._state[0])
+
+    def forget(self) -> None:
+        """Forget what was seen of earlier steps: a state was loaded."""
+        self._forget(int(self._skips[0]))
 
     def _forget(self, num_skips: int) -> None:
-        """Forget what the host has seen of earlier steps, of which so many were skipped."""
+        """Forget it, where so many of them were skipped."""
         self._calls, self._copy = 0, None
         self._num_before, self._tell_at = num_skips, 1
         self._events: list[Event] = []
@@ -141,7 +213,7 @@ class SafeguardState:
         self._calls += 1
         if self._calls % self._interval:
             return 0
-        copy, self._copy = self._copy, HostCopy(self.skips)
+        copy, self._copy = self._copy, HostCopy(self._skips)
         if self._interval == 1:
             copy = self._copy
         if copy is None:
@@ -163,7 +235,7 @@ class SafeguardState:
         Args:
             name_of: of a parameter, by its place.
         """
-        num_skips, rows = int(self.skips[0]), self.tensors[LOG].tolist()
+        num_skips, rows = int(self._skips[0]), self._log.tolist()
         first = max(self._num_read, num_skips - LOGGED)
         self._events += [_event(rows[number % LOGGED], name_of) for number in range(first, num_skips)
                          if rows[number % LOGGED][0]]  # no call: a loss scale had skipped it before there was a safeguard
@@ -175,32 +247,9 @@ class SafeguardState:
         self._events[-1] = dataclasses.replace(self._events[-1], where=where)
         return self._events[-1]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of the tensors."""
-        return {name: tensor.clone() for name, tensor in self.tensors.items()}
-
     def count_accumulated(self, num_calls: int) -> None:
         """Count calls whose gradients no update applies: the loss of none depended on what is trained."""
-        self.tensors[STATE][3] += num_calls
-
-    def check(self, state: Any) -> None:
-        """Refuse what no safeguard has saved.
-
-        Raises:
-            ValueError: the entry, and what was expected.
-        """
-        check_saved("the state of the safeguard", state, {
-            name: Saved(tensor, columns=_COUNTS if name == LOG else None) for name, tensor in self.tensors.items()})
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` returned and `check` let through, after the state of the loss scale.
-
-        Args:
-            state: with the skips that a loss scale has counted where there was one.
-        """
-        for name, tensor in {**self.tensors, SKIPS: self.skips}.items():
-            tensor.copy_(state[name]) if name in state else tensor.zero_()
-        self._forget(int(self.skips[0]))
+        self._state[3] += num_calls
 
 
 def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:

@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
 from ..compiler.traced import Traced
 from ..distributed.agreement import Agreement
 from ..report.data import Report
-from .ema import EmaState
-from .loss_scale import LossScale
 from .model import StepModel
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
-from .safeguard import SafeguardState
+from .parts.loss_scale import SCALE
+from .parts.norm import SKIPS
+from .parts.safeguard import SafeguardLog
+from .slots import Slots
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class StepParts:
     objective_modules: ObjectiveModules
     optimizers: OptimizerList
     options: StepOptions
-    scale: LossScale
-    safeguard: SafeguardState | None
-    ema: EmaState | None
+    scales: float | str | None  # the loss: "dynamic", a number
+    slots: Slots
+    safeguard: SafeguardLog | None
     report: Report
     index: ModelIndex
     groups: Groups
@@ -45,7 +46,17 @@ class StepParts:
     @property
     def may_skip(self) -> bool:
         """Whether a step may be skipped."""
-        return self.scale.mode is not None or self.safeguard is not None
+        return SKIPS in self.slots
+
+    @property
+    def scale(self) -> Tensor | None:
+        """What the loss is multiplied with."""
+        return self.slots[SCALE] if self.scales is not None else None
+
+    @property
+    def skips(self) -> Tensor | None:
+        """How many steps were skipped, in all and in a row."""
+        return self.slots[SKIPS] if self.may_skip else None
 
     @property
     def num_ranks(self) -> int:

@@ -1,0 +1,92 @@
+"""One update of parameters by their gradients: what it takes, and the call of its op.
+
+The eager step of a fused optimizer and the graph of a whole training step are made of the same updates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import compositions
+
+
+@dataclass
+class Update:
+    """Parameters that one call of an op updates: `op(params, grads, *states, models[, step], lr, *numbers, **scalars)`.
+
+    Attributes:
+        op: its name: "adam_"; or that of a composition: "rmsprop".
+        group: the optimizer's group, which has the learning rate.
+        numbers: the hyperparameters after the learning rate, in the op's order.
+        params: the parameters that the gradients belong to.
+        states: name -> one tensor for each of `params`, in the op's order.
+        masters: what is updated in place of `params`, which become low-precision copies of it; or [].
+        step: how many updates were made, float32: 0-d, or one element a parameter; None where they are not counted.
+        counts: whether that is kept for an optimizer of torch.
+        scheduled: name -> place in `numbers`, of those that a schedule changes and that are read from the group before each step.
+    """
+
+    op: str
+    group: dict[str, Any]
+    numbers: tuple[Any, ...]
+    params: list[Tensor] = field(default_factory=list)
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+    masters: list[Tensor] = field(default_factory=list)
+    step: Tensor | None = None
+    counts: bool = True
+    scheduled: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def lr_dtype(self) -> torch.dtype:
+        """Of the learning rate as a tensor."""
+        return torch.float64 if self.op in compositions.COMPOSITIONS else torch.float32
+
+
+def call_op(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Sequence[Tensor]],
+            models: Sequence[Tensor], step: Tensor | None, lr: float, numbers: Sequence[Any],
+            scalars: Mapping[str, Tensor | None], unscales: bool = False) -> None:
+    """Call an optimizer's op.
+
+    Args:
+        name: of the op.
+        params: what it updates: masters where there are some.
+        grads, models: those of `params`; no models where there are no masters.
+        states: a list for each state; those at the end may be absent, as of an SGD without momentum.
+        step: what counts the updates, and is counted up by an op that takes it.
+        lr, numbers: the hyperparameters.
+        scalars: device scalars by name.
+        unscales: whether the gradients are left divided by the scalar `grad_scale`.
+    """
+    op, num_states, counts = _signature(name, "unscale" if unscales else "default")
+    absent: list[list[Tensor]] = [[]] * (num_states - len(states))
+    op(params, grads, *states, *absent, models, *([step] if counts else []), lr, *numbers, **scalars)
+
+
+@functools.cache
+def _signature(name: str, overload: str = "default") -> tuple[Any, int, bool]:
+    """Return an op, how many lists of state it takes, and whether it counts updates."""
+    op = getattr(getattr(torch.ops.apexfx, name), overload)
+    arguments = op._schema.arguments
+    num_lists = sum(str(argument.type) == "List[Tensor]" for argument in arguments)
+    return op, num_lists - 3, any(argument.name == "step" for argument in arguments)
+
+
+def counts_updates(name: str) -> bool:
+    """Return whether an op counts updates itself."""
+    return _signature(name)[2]
+
+
+def inverse_of(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what gradients of a loss that was multiplied with `scale` are multiplied with."""
+    return scale.to(dtype).reciprocal()
+
+
+def clip_coefficient(norm: Tensor, max_grad_norm: float, epsilon: float) -> Tensor:
+    """Return what gradients of this norm are multiplied with, so that it is at most `max_grad_norm`."""
+    return ((norm + epsilon).reciprocal() * max_grad_norm).clamp_max(1.0)

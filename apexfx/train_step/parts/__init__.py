@@ -1,0 +1,38 @@
+"""The parts of a step's end, one a file, in the order in which they run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from .loss_scale import LossScale
+from .norm import Clip, Norm
+from .part import Part
+from .safeguard import Judge
+
+if TYPE_CHECKING:
+    from ..options import StepOptions
+
+
+def in_order(options: StepOptions, scales: float | str | None, clipping: tuple[float | None, float],
+             updates: Iterable[Part] = ()) -> list[Part]:
+    """Return the parts of a step's end.
+
+    Args:
+        scales: the loss: "dynamic", a number, or None.
+        clipping: to which norm gradients are clipped, infinity to measure it alone, or None, and what is added to the norm.
+        updates: of the optimizers that update inside of the graph.
+    """
+    safeguard, (max_norm, epsilon) = options.safeguard, clipping
+    skips = scales is not None or safeguard is not None
+    parts = [
+        scales is not None and LossScale(None if scales == "dynamic" else scales,
+                                         safeguard is not None and safeguard.spike_factor is not None),
+        (skips or max_norm is not None) and Norm(skips, safeguard is not None, "safeguard" if scales is None else "scaler"),
+        safeguard is not None and Judge(safeguard.window, safeguard.spike_factor, options.accumulate),
+        max_norm not in (None, math.inf) and Clip(max_norm, epsilon),
+        *updates,
+        options.ema,
+    ]
+    return [part for part in parts if part]

@@ -1,0 +1,90 @@
+"""An exponential moving average of the parameters: a part of the update, and a model of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config import is_number
+from ...optimizers.end_of_step import EndOfStep
+from .part import Part, Slot
+
+aten = torch.ops.aten
+AVERAGE, COUNT = "average", "num_averaged"
+
+
+@dataclass(frozen=True)
+class EMA(Part):
+    """Average the model's parameters as they are after each update: `average = decay * average + (1 - decay) * parameter`.
+
+    The first update copies, as that of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`.
+
+    Args:
+        decay: what remains of an average in an update, 0 or more and less than 1.
+    """
+
+    decay: float = 0.9999
+    after_update = True
+
+    def __post_init__(self) -> None:
+        if not is_number(self.decay) or not 0 <= self.decay < 1:
+            raise ValueError(f"apexfx: decay={self.decay!r} was given, expected a number from 0 up to but not 1")
+
+    def slots(self) -> Sequence[Slot]:
+        return (Slot(AVERAGE, each="tensor", dtype=None, of_model=True, compared=True, saved=("ema", "averages"), least=None),
+                Slot(COUNT, each="number", dtype=torch.int64, of_model=True, saved=("ema", "counts")))
+
+    def apply(self, end: EndOfStep) -> None:
+        follow(end.slots(AVERAGE), [end.updated[place] for place in end.places(AVERAGE)], end.slot(COUNT), self.decay, end.skip)
+
+    def describe(self) -> str:
+        return f"averages of the parameters, decay {self.decay:g}"
+
+
+def follow(averages: Sequence[Tensor], values: Sequence[Tensor], counts: Tensor, decay: float, skip: Tensor | None) -> None:
+    """Move averages towards what their parameters are now; an average that has followed no update becomes the parameter.
+
+    Args:
+        averages: float32, float64 where the parameter is; 0 before the first update, which so needs no case of its own.
+        values: for each the updated parameter, or its master.
+        counts: how many updates each has followed, int64.
+        decay: what remains of an average in an update.
+        skip: where it is not 0, nothing changes: float32, 0-d, or None.
+    """
+    remains = (counts > 0).double() * decay
+    # As torch.lerp: the number that is rounded to float32 is the smaller one of decay and 1 - decay.
+    skipped = skip != 0 if skip is not None else None
+    factors = -(remains - 1.0) if decay > 0.5 else remains
+    for dtype in dict.fromkeys(average.dtype for average in averages):
+        members = [place for place, average in enumerate(averages) if average.dtype == dtype]
+        old, own_factors = [averages[place] for place in members], factors.to(dtype)
+        now = [values[place].to(dtype) for place in members]
+        near, far = (old, now) if decay > 0.5 else (now, old)
+        new = aten._foreach_addcmul(near, aten._foreach_sub(far, near), [own_factors[place] for place in members], 1.0)
+        if skipped is not None:
+            new = [torch.where(skipped, before, after) for before, after in zip(old, new)]
+        aten._foreach_copy_(old, new)
+    counts.add_(1 if skipped is None else (~skipped).long())
+
+
+@torch.no_grad()
+def averaged_model(model: nn.Module, averages: Mapping[Tensor, Tensor], counts: Mapping[Tensor, Tensor]) -> nn.Module:
+    """Return a copy of `model` whose parameters are their averages, where they have followed an update.
+
+    Raises:
+        TypeError: it holds what cannot be copied.
+    """
+    copied: dict[int, Any] = {}  # by id, what `deepcopy` takes
+    for p in model.parameters():
+        if p in averages:
+            copied[id(p)] = nn.Parameter(torch.where(counts[p] > 0, averages[p], p).to(p.dtype), p.requires_grad)
+    try:
+        return copy.deepcopy(model, copied)
+    except Exception as error:
+        raise TypeError(f"apexfx: step.ema_model copies the model, which holds what cannot be copied ({error}); give its "
+                        "class a __deepcopy__, or load step.state_dict()['ema']['averages'] into another model") from error

@@ -1,0 +1,82 @@
+"""The norm of all gradients, whether they are finite, which skips a step that has one that is not, and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...ops.apply_gradients import norm_dtype
+from ...optimizers.end_of_step import EndOfStep
+from ...optimizers.update import clip_coefficient
+from .part import Part, Slot
+
+SKIPS = "skips"  # how many steps were skipped, in all and in a row
+
+
+@dataclass(frozen=True)
+class Norm(Part):
+    """Measure the norm of all gradients, unscaled; skip a step of which one is not finite, and count the skips.
+
+    Attributes:
+        skips: whether that is done.
+        of_each: whether the norm of each is measured, too.
+        saved: where a checkpoint has the count: with a loss scale, where there is one.
+    """
+
+    skips: bool = False
+    of_each: bool = False
+    saved: str = field(default="scaler", repr=False)
+
+    def slots(self) -> Sequence[Slot]:
+        return (Slot(SKIPS, shape=(2,), saved=(self.saved, SKIPS),
+                     also_saved=("safeguard" if self.saved == "scaler" else "scaler", SKIPS)),) if self.skips else ()
+
+    def apply(self, end: EndOfStep) -> None:
+        end.norm, norms, found_inf = measured([g for g in end.grads if g is not None], end.inverse, of_each=self.of_each)
+        end.norms = norms if self.of_each else None
+        if self.skips:
+            end.found_inf = end.fault = found_inf
+
+    def finish(self, end: EndOfStep) -> None:
+        if self.skips:
+            skips = end.slot(SKIPS)
+            skips.add_(end.fault)
+            skips[1].mul_(end.fault)
+
+    def describe(self) -> str:
+        return f"the norm of all gradients{'; a step with one that is not finite changes nothing' if self.skips else ''}"
+
+
+@dataclass(frozen=True)
+class Clip(Part):
+    """Clip the norm of all gradients together.
+
+    Attributes:
+        max_norm: to what.
+        epsilon: added to the norm before it divides.
+    """
+
+    max_norm: float
+    epsilon: float = 1e-6
+
+    def apply(self, end: EndOfStep) -> None:
+        if end.norm is None:  # a part has set other gradients
+            end.norm = measured([g for g in end.grads if g is not None], None, of_each=False)[0]
+        end.clip = clip_coefficient(end.norm, self.max_norm, self.epsilon)
+
+    def describe(self) -> str:
+        return f"clip that norm to {self.max_norm:g}"
+
+
+def measured(grads: Sequence[Tensor], inverse: Tensor | None, *, of_each: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the norm of the unscaled gradients, those of each where `of_each` says so, and found_inf."""
+    l2norm = torch.ops.apexfx.multi_tensor_l2norm.default
+    if norm_dtype(grads) == torch.float32:
+        return l2norm(grads, inverse, of_each)
+    each = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]  # the op's norm is float32
+    norms = torch.stack(each)
+    norm = torch.linalg.vector_norm(norms)
+    return norm if inverse is None else norm * inverse, norms, l2norm(grads)[2]

@@ -1,0 +1,101 @@
+"""The update of parameters by an optimizer: one op, or a composition of ops, over all that are updated alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...graph.printing import count_text
+from ...optimizers import compositions
+from ...optimizers.end_of_step import EndOfStep
+from ...optimizers.update import call_op, counts_updates
+from .part import Part
+
+
+@dataclass(frozen=True)
+class ApplyUpdate(Part):
+    """Update parameters that have a gradient, and count that.
+
+    Attributes:
+        op: the name of an op, "adam_", or of a composition, "rmsprop".
+        first, last: of the places of the parameters, and one behind them.
+        states: the slots of each, in the op's order.
+        masters: whether the parameters are copies of masters, which are a slot of each.
+        lr, step: the slots of the step; no step where updates are not counted.
+        numbers: the hyperparameters after the learning rate, in the op's order.
+        scheduled: (place in `numbers`, slot) of the numbers that the host sets before each step.
+    """
+
+    op: str
+    first: int
+    last: int
+    states: tuple[str, ...]
+    lr: str
+    step: str | None
+    numbers: tuple[Any, ...]
+    masters: bool = False
+    scheduled: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def reads_halves(self) -> bool:
+        """Whether a half gradient may be read before it was widened for its parameter."""
+        return self.op not in compositions.COMPOSITIONS
+
+    def apply(self, end: EndOfStep) -> None:
+        places = self._places(end)
+        if self.masters:
+            end.updated[self.first:self.last] = end.slots("master_param", range(self.first, self.last))
+        if not places:
+            return
+        params, updated, grads = ([tensors[place] for place in places] for tensors in (end.params, end.updated, end.grads))
+        states = [end.slots(name, places) for name in self.states]
+        self._check(updated, states + [updated] * self.masters)
+        step = None if self.step is None else _counts(end.slot(self.step), [place - self.first for place in places[:1]])[0]
+        if not self.reads_halves:
+            numbers = list(self.numbers)
+            for place, name in self.scheduled:
+                numbers[place] = end.slot(name)
+            compositions.update(self.op, params, grads, states, step, end.slot(self.lr), numbers, end.inverse, end.clip, end.skip)
+            return
+        clip = end.clip.float() if end.clip is not None else None
+        call_op(self.op, updated, grads, states, params if self.masters else [],
+                step.clone() if counts_updates(self.op) else None,  # a copy, since groups may share a count
+                0.0, self.numbers, {"lr_tensor": end.slot(self.lr), "grad_scale": end.scale, "found_inf": end.skip,
+                                    "clip_coefficient": clip})
+
+    def finish(self, end: EndOfStep) -> None:
+        places = self._places(end)
+        if self.step is None or not places or self.step in end.counted:
+            return
+        end.counted.add(self.step)
+        for updates in _counts(end.slot(self.step), [place - self.first for place in places]):
+            updates.add_(1.0 if end.skip is None else 1 - end.skip)
+
+    def describe(self) -> str:
+        return f"{self.op} over {count_text(self.last - self.first, 'parameter')}"
+
+    def _places(self, end: EndOfStep) -> list[int]:
+        return [place for place in range(self.first, self.last) if end.grads[place] is not None]
+
+    def _check(self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> None:
+        """Refuse state that is not what the update writes: Inductor's code would write it as if it were, beyond its end."""
+        for place, tensors in enumerate(states):
+            for p, held in zip(params, tensors):
+                dtype = torch.float32 if self.reads_halves else p.dtype
+                shape = torch.Size() if (self.op, place) == ("novograd_", 1) else p.shape  # a norm of each gradient
+                if (held.shape, held.dtype, held.device) != (shape, dtype, p.device):
+                    kinds = [f"{kind} of shape {list(shape)} on {device}" for kind, shape, device in (
+                        (held.dtype, held.shape, held.device), (dtype, shape, p.device))]
+                    raise ValueError(f"apexfx: the optimizer holds state of a parameter as {kinds[0]}, expected {kinds[1]}: one "
+                                     "was converted after a step (model.double(), .to(), .data = ...). "
+                                     "optimizer.load_state_dict(optimizer.state_dict()) converts dtype and device; a new "
+                                     "optimizer begins anew")
+
+
+def _counts(count: Tensor, members: Sequence[int]) -> list[Tensor]:
+    """Return what counts the updates of the members: a number for all, or elements of a vector."""
+    return [count] if not count.dim() or len(members) == count.numel() else [count[i] for i in members]
