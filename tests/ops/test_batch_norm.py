@@ -86,7 +86,8 @@ def test_pieces_equal_float64(shape, dtype, layout):
         sum_grad, sum_centered = (sums / count).chunk(2)
         gradient = masked - shaped(sum_grad) - centered * shaped(invstd**2 * sum_centered)
         got = bn_backward_elementwise(grad, x, mean, invstd, sums, stats[:1], weight, bias, relu)
-        assert_close(got, gradient * shaped(invstd * weight), scale=4)
+        # Of one value a channel nothing is left but a rounding, times an invstd of 1 / sqrt(eps).
+        assert_close(got, gradient * shaped(invstd * weight), scale=4 * max(1.0, float((invstd * weight).max())))
         assert got.stride() == torch.empty_like(x).stride()
     output = bn_normalize(x, mean, invstd, weight, bias, residual, True)
     for given in (grad, grad.contiguous(), grad.flip(0)):

@@ -53,7 +53,7 @@ def test_values_and_gradients_equal_float64(shape, dtype, layout):
         y, grads = differentiate(op, tensors, grad)
         wide_y, wide_grads = differentiate(oracle, [t.double() for t in tensors], grad.double())
         assert y.dtype == dtype and y.stride() == torch.empty_like(x).stride()
-        assert_close(y, wide_y)
+        assert_close(y, wide_y, scale=4)  # terms of up to 4 that may cancel
         kept = ((y > 0) == (wide_y > 0)).all() if relu else True  # half input may round a tiny value to 0
         for leaf, got, want in zip(tensors, grads, wide_grads):
             assert got.dtype == leaf.dtype and got.shape == leaf.shape
