@@ -323,8 +323,9 @@ class Anneals(nn.Linear):
         return super().forward(x) * self.factor
 
 
-@pytest.mark.parametrize("way", ["transform", "backend", "step"])
-@pytest.mark.parametrize("inside", [True, False], ids=["the forward", "the loop"])
+@table(3, "way, inside", [*zip(("step", "backend", "transform"), (False, True, True)),
+                          *zip(("step", "backend", "transform"), (True, False, False))],
+       ids=lambda value: value if isinstance(value, str) else ("the loop", "the forward")[value])
 def test_a_float_that_changes_is_that_of_each_call(inside, way):
     def make():
         return nn.Sequential(layers.append(Anneals(inside)) or layers[-1])

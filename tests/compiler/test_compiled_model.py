@@ -256,7 +256,7 @@ def evaluated(model, x):
     return model(x)
 
 
-@pytest.mark.parametrize("loop, warns", [(solver, True), (accumulated, False), (evaluated, False), (lambda m, x: m(m(x)), False)])
+@table(2, "loop, warns", [(solver, True), (accumulated, False), (evaluated, False), (lambda m, x: m(m(x)), False)])
 def test_a_loop_around_a_transformed_model_is_told_that_one_graph_is_faster(loop, warns, caplog):
     model = apexfx.transform(nn.Linear(4, 4), inner="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -110,6 +110,7 @@ def test_a_reader_of_the_statistics_stays_behind_them():
         assert_close(one, other)
 
 
+@pytest.mark.long
 def test_inductor_gets_the_op():
     torch.manual_seed(0)
     model, x = Block(), torch.randn(8, 8, 12, 12)

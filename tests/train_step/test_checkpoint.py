@@ -129,11 +129,12 @@ def same(one, other):
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex")
-def test_every_damage_of_every_entry():
+@table(1, "start", range(3), by_turns=True)
+def test_every_damage_of_every_entry(start):
     step, batch = make(), batches(1)[0]
     step(*batch)
     before, wrong = copy.deepcopy(step.state_dict()), []
-    for path, name in rows():
+    for path, name in list(rows())[start::3]:
         try:
             step.load_state_dict(damaged(trained(), path, DAMAGES[name]))
         except (ValueError, RuntimeError, TypeError) as error:

@@ -124,10 +124,10 @@ def test_sgd_gives_the_bits_of_eager_torch(numbers):
     assert_same(step.optimizer.state_dict()["state"], theirs.state_dict()["state"])
 
 
-@pytest.mark.parametrize("optimizer, numbers", [
+@table(3, "optimizer, numbers", [
     (FusedAdam, {}), (FusedAdam, {"adam_w_mode": False, "max_grad_norm": 0.1}), (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
     (FusedSGD, {"lr": 0.1}), (FusedLAMB, {}), (FusedAdagrad, {}), (FusedNovoGrad, {}),
-], ids=str)  # fmt: skip
+], by_turns=True, ids=str)  # fmt: skip
 def test_a_fused_optimizer_gives_its_own_bits(optimizer, numbers):
     data = batches(5)
     step = make(optimizer, numbers)
