@@ -24,7 +24,7 @@ def data(step):
 
 def made(make=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **options):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 3))
     model = network_to_half(net, torch.bfloat16)
     return model, FP16_Optimizer(make(model.parameters()), **{"verbose": False, **options})
 
@@ -60,7 +60,7 @@ def test_masters_take_the_place_of_half_parameters_at_once():
 def test_training_follows_float32(make, options):
     model, optimizer = made(make, **options)
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 3))
     bare = make(plain.parameters())
     expected = []
     for step in range(8):
@@ -114,7 +114,7 @@ def test_accumulation_unscales_once():
     optimizer.update_master_grads()
     grads = optimizer.inspect_master_grad_data()
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 3)).eval()
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 3)).eval()
     sum(loss_of(plain, step) / 3 for step in range(3)).backward()
     for grad, parameter in zip(grads[0], plain.parameters()):
         assert_close(grad, parameter.grad, dtype=torch.bfloat16)

@@ -13,6 +13,7 @@ import apexfx
 from apexfx import amp
 from apexfx.testing import assert_close
 from tests.small_models import Model
+from tests.tables import table
 
 LEVELS = ("O0", "O1", "O2", "O3")
 ENTRIES = ("transform", "backend", "train_step", "amp")
@@ -151,11 +152,11 @@ def outcome(entry, level, model, x):
 
 
 # A step has the whole of a program in its graph, transform() and the backend its forward alone; O1 casts what the others do.
-@pytest.mark.parametrize(("forward", "entry", "level"), [
+@table(5, ("forward", "entry", "level"), [
     pytest.param(forward, entry, level, marks=() if (entry, level) in (("train_step", "O1"), ("amp", "O1")) else pytest.mark.long,
                  id=f"{forward.__name__}-{entry}-{level}")
     for forward in FORWARDS for entry in ENTRIES for level in LEVELS
-    if entry != "amp" or level in ("O0", "O1")])  # or the model itself is half, and its own casts no longer fit together
+    if entry != "amp" or level in ("O0", "O1")], by_turns=True)  # or the model is half, and its own casts no longer fit together
 def test_every_form_at_every_level(forward, entry, level):
     torch.manual_seed(0)
     model, x = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(ROWS, 4)
