@@ -286,6 +286,17 @@ def is_dtensor(value: object) -> bool:
     return made_by is not None and isinstance(value, made_by.DTensor)
 
 
+def under_fully_shard(modules: Iterable[torch.nn.Module]) -> bool:
+    """Return whether `fully_shard` (FSDP2) was called on one of `modules`."""
+    made_by = sys.modules.get("torch.distributed.fsdp")  # without which none is
+    return made_by is not None and any(isinstance(module, made_by.FSDPModule) for module in modules)
+
+
+def local_rows(value: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor that this rank has; any other tensor as it is."""
+    return value._local_tensor if is_dtensor(value) else value
+
+
 def statically_known_true(condition: object) -> bool:
     """Return whether a comparison of sizes is true for all sizes that a graph may run with."""
     if isinstance(condition, bool):

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-NAMES = [Path(__file__).parent.parent / "apexfx" / name for name in ("_torch.py", "_torch_compilers.py")]
+NAMES = [Path(__file__).parent.parent / "apexfx" / name for name in ("_torch.py", "_torch_compilers.py", "_torch_fsdp.py")]
 # Set or read as attributes, so no import statement mentions them.
 SETTINGS = {
     "torch/_inductor/config.py": ("post_grad_custom_post_pass", "reorder_for_peak_memory"),
@@ -26,7 +26,12 @@ SETTINGS = {
     "torch/_C/__init__.pyi": ("_version",),
     "torch/_dynamo/convert_frame.py": ("_torchdynamo_orig_backend",),
     "torch/distributed/fsdp/_dynamo_utils.py": ("_is_fsdp_managed_module",),
-    "torch/distributed/fsdp/_fully_shard/_fully_shard.py": ("_is_fsdp_managed_module",),
+    "torch/distributed/fsdp/_fully_shard/_fully_shard.py": ("_is_fsdp_managed_module", "_orig_cls_mro_index"),
+    "torch/distributed/fsdp/_fully_shard/_fsdp_state.py": ("_fsdp_param_groups",),
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": ("_orig_size", "fsdp_placement", "is_dtensor", "sharded_param",
+                                                            "_module_info"),
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": ("mesh_info", "mp_policy", "reduce_grads", "unshard_in_backward",
+                                                                  "post_forward_mesh_info", "gradient_divide_factor"),
 }
 
 
@@ -46,7 +51,7 @@ class Torch:
 
 
 def imports() -> Iterator[tuple[str, str]]:
-    """Yield (module, name) for everything that `apexfx/_torch.py` and `_torch_compilers.py` import from torch."""
+    """Yield (module, name) for everything that `apexfx/_torch*.py` import from torch."""
     for node in (node for file in NAMES for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             yield from ((node.module, alias.name) for alias in node.names)

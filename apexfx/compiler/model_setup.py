@@ -19,13 +19,15 @@ from .refusals import check_whole
 from .transformed import check_not_averaged, get_compiled
 
 
-def check_model(model: nn.Module, config: TransformConfig, function: str, *, give: str, inner: str) -> None:
+def check_model(model: nn.Module, config: TransformConfig, function: str, *, give: str, inner: str,
+                may_be_sharded: bool = False) -> None:
     """Refuse what cannot be transformed as a whole, by these options.
 
     Args:
         function: whose options they are.
         give: what to do with the module in place of a transformed one.
         inner: what to do in place of wrapping it for data parallelism.
+        may_be_sharded: whether `fully_shard` may have been called on it.
 
     Raises:
         TypeError, ValueError: what was given, and what to do.
@@ -39,7 +41,7 @@ def check_model(model: nn.Module, config: TransformConfig, function: str, *, giv
             where = f"submodule {name!r}" if name else "the model"
             raise ValueError(f"apexfx: {where} is transformed already; {give} it was made from, with all options")
     check_not_averaged(model, inner)
-    check_whole(model)
+    check_whole(model, may_be_sharded=may_be_sharded)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     half = config.half_dtype(p.device for p in model.parameters())
     if config.level.casts and not _can_compute(device, half):

@@ -25,16 +25,17 @@ class Groups:
 
     Attributes:
         user: whose ranks they are.
-        gradients, batch_norm: for buckets, for statistics.
+        gradients, batch_norm, shards: for buckets, for statistics, for parameters of which each rank has a part.
     """
 
-    def __init__(self, config: TransformConfig) -> None:
-        self.user: dist.ProcessGroup | None = None
+    def __init__(self, config: TransformConfig, shards: dist.ProcessGroup | None = None) -> None:
+        self.shards = shards
+        self.user: dist.ProcessGroup | None = shards
         self.gradients: dist.ProcessGroup | None = None
         self.batch_norm: dist.ProcessGroup | None = None
         if not (dist.is_available() and dist.is_initialized() and (config.ddp or config.sync_bn)):
             return
-        self.user = config.process_group or dist.group.WORLD
+        self.user = shards or config.process_group or dist.group.WORLD
         self.gradients = self.user if config.ddp else None
         self.batch_norm = self.user if config.sync_bn else None
 
@@ -56,11 +57,11 @@ class Groups:
 
     def names(self) -> set[str]:
         """Return the names of these groups, which are the same on every rank."""
-        return {group.group_name for group in (self.user, self.gradients, self.batch_norm) if group is not None}
+        return {group.group_name for group in (self.user, self.gradients, self.batch_norm, self.shards) if group is not None}
 
     def describe(self) -> dict[str, Any]:
         """Return the name and size of each group: part of every cache key."""
         return {
             name: [group.group_name, dist.get_world_size(group)] if group is not None else None
-            for name, group in (("gradients", self.gradients), ("batch_norm", self.batch_norm))
+            for name, group in (("gradients", self.gradients), ("batch_norm", self.batch_norm), ("shards", self.shards))
         }

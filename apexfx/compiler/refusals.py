@@ -25,11 +25,13 @@ from .._torch import (
     is_replica,
     is_traceable_wrapper_subclass,
     traced_random_objects,
+    under_fully_shard,
 )
 from ..graph.inputs import Placeholder
 
-_WHOLE = ("apexfx works on whole parameters: give it the model before fully_shard(), FullyShardedDataParallel(), "
-          "parallelize_module() or distribute_tensor() and leave those out (ddp=True averages gradients), or train without it")
+_WHOLE = ("apexfx works on whole parameters, but for train_step(), which takes a model under fully_shard() as it is: give it the "
+          "model before fully_shard(), FullyShardedDataParallel(), parallelize_module() or distribute_tensor() and leave those "
+          "out (ddp=True averages gradients), or train without it")
 COMPILES_ITSELF = ("a transformed model compiles itself and cannot be exported; export the module that it was made from, which "
                    "holds the same parameters")
 
@@ -38,8 +40,14 @@ HOOKS_CHANGED = ("apexfx: since a graph of the model was captured, which holds t
                  "next call captures the model anew, or register it on the modules of the model")
 
 
-def check_whole(model: nn.Module) -> None:
-    """Refuse a model with parameters that are elsewhere in part, or have no shape yet."""
+def check_whole(model: nn.Module, *, may_be_sharded: bool = False) -> None:
+    """Refuse a model with parameters that are elsewhere in part, or have no shape yet.
+
+    Args:
+        may_be_sharded: whether `fully_shard` may have been called on it: what is refused of that is up to the caller.
+    """
+    if may_be_sharded and under_fully_shard(model.modules()):
+        return
     check_not_sharded(model, model.modules())
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:

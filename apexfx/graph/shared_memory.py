@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import is_alone_in_memory
+from .._torch import is_alone_in_memory, local_rows
 from .inputs import Placeholder
 
 
@@ -22,6 +22,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 def overlapping(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return the places of each two tensors that reach over the same memory, in their order, not in that of their addresses."""
+    tensors = list(map(local_rows, tensors))
     ranges = sorted((str(tensor.device), *_extent(tensor), place) for place, tensor in enumerate(tensors) if _has_memory(tensor))
     pairs = []
     for i, (device, _, end, place) in enumerate(ranges):

@@ -18,6 +18,7 @@ from .bucket_allreduce import BucketAllreduce
 from .cancel_casts import CancelCasts
 from .channels_last import ChannelsLast
 from .fuse_batchnorm import FuseBatchnorm
+from .gather_shards import GatherShards, ShardGroup
 from .precision import Precision
 from .recompute import Recompute
 from .schedule_comm import ScheduleComm
@@ -39,6 +40,8 @@ class Context:
         is_train_step: the graph is that of a whole training step.
         memory_budget: bytes alive at once in that graph that are enough, or None.
         safeguard: a step that is skipped changes nothing at all.
+        shards: the parameters that are rows, as they are gathered.
+        sharded_over: the group that these are sharded over, or None.
     """
 
     placeholders: Sequence[Placeholder]
@@ -48,6 +51,8 @@ class Context:
     is_train_step: bool = False
     memory_budget: int | None = None
     safeguard: bool = False
+    shards: Sequence[ShardGroup] = ()
+    sharded_over: dist.ProcessGroup | None = None
 
     @property
     def devices(self) -> list[torch.device]:
@@ -83,6 +88,13 @@ def _bucket_allreduce(config: TransformConfig, context: Context) -> Pass | None:
                            group_name=context.gradients.group_name, world_size=dist.get_world_size(context.gradients))
 
 
+def _gather_shards(config: TransformConfig, context: Context) -> Pass | None:
+    if context.sharded_over is None:
+        return None
+    return GatherShards(placeholders=context.placeholders, shards=context.shards, group_name=context.sharded_over.group_name,
+                        world_size=dist.get_world_size(context.sharded_over))
+
+
 def _recompute(config: TransformConfig, context: Context) -> Pass | None:
     # Under "eager" every op that is computed again is a kernel of its own.
     if not context.is_train_step or config.inner == "eager" and context.memory_budget is None:
@@ -98,6 +110,7 @@ TABLE: tuple[Row, ...] = (
     # Under "eager" the graph stays what eager would run, bit for bit.
     Row(FuseBatchnorm, "inner=\"inductor\", where measured faster",
         lambda config, context: FuseBatchnorm() if config.inner == "inductor" else None),
+    Row(GatherShards, "train_step() of a model under fully_shard()", _gather_shards),
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
     Row(ScheduleComm, "ddp=True or sync_bn=True",
         lambda config, context: ScheduleComm() if context.gradients is not None or context.batch_norm is not None else None),

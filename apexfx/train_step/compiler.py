@@ -7,7 +7,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.traceback import annotate
 
 from .. import passes
-from .._torch import PlainAOTOutput, set_grad_enabled
+from .._torch import FakeTensorMode, PlainAOTOutput, set_grad_enabled
 from .._torch_compilers import keep_sequence_numbers
 from ..compiler import capture
 from ..compiler.backward_stage import BackwardPasses, random_inputs
@@ -30,9 +30,10 @@ from ..distributed.agreement import Agreement, Communication, explained
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written, written_storages
-from ..graph.nodes import NAME, PASS, refake_copies, value
+from ..graph.nodes import NAME, PASS, fake_mode, refake_copies, value
 from ..graph.shared_memory import MemoryCheck
 from ..observe.non_finite import BACKWARD
+from ..passes.gather_shards import as_rows
 from ..precision.call_casts import check_unwritten
 from ..precision.casts import is_inserted_cast
 from ..precision.op_rows import mark_ops
@@ -44,6 +45,9 @@ from .derivatives import check_functions, compose_norms
 from .errors import calls_backward, counts_apart, sparse_gradient
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
 from .mean import leave_counts_apart
+
+if TYPE_CHECKING:
+    from .sharded import ShardedModel
 
 
 class NotRun(Exception):
@@ -70,6 +74,7 @@ class StepCompiler:
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
+        sharded: the model where it is under `fully_shard`.
         traces: keep a graph in place of running it; its nodes say what they are the backward of.
 
     Attributes:
@@ -81,12 +86,13 @@ class StepCompiler:
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
                  on_loss: Callable[..., None], memory_budget: int | None = None, reduce_gradients: bool = True,
-                 safeguard: bool = False, traces: bool = False) -> None:
+                 safeguard: bool = False, sharded: ShardedModel | None = None, traces: bool = False) -> None:
         self.config = config
         self.report = report
         self.groups = groups
         self.agreement = agreement
         self.index = index
+        self.sharded = sharded
         self.on_run, self.on_communication, self.on_loss = on_run, on_communication, on_loss
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
@@ -118,9 +124,15 @@ class StepCompiler:
         is_mean = self._is_mean(gm, placeholders)
         if is_mean and not self.reduce_gradients:
             self._share_counts(gm)
+        shards: dict[int, Any] = {}
+        if self.sharded is not None:
+            shards = self.sharded.shards(example_inputs)
+            placeholders = as_rows(placeholders, {place: p.rows for place, p in shards.items()})
+            example_inputs = _with_rows(example_inputs, shards, fake_mode(gm.graph))
         # The forward passes.
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
-                                 is_train_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
+                                 is_train_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard,
+                                 shards=self.sharded.groups(shards) if shards else (), sharded_over=self.groups.shards)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
                         mode=self.index.mode())
         if composed := compose_norms(gm):
@@ -150,7 +162,7 @@ class StepCompiler:
         check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
         return self._guarded(compiled, before_communicating, waits, check_memory, leaves,
-                             functools.partial(self.on_loss, is_mean=is_mean))
+                             functools.partial(self.on_loss, is_mean=is_mean), shards)
 
     def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                          example_inputs: Sequence[Any]) -> list[Placeholder]:
@@ -181,7 +193,7 @@ class StepCompiler:
     def _collectives(self, graph: RewrittenGraph, applied: Sequence[str]) -> list[Any]:
         """Describe, in order, what the graph will communicate; `applied` are the parameters that have a gradient."""
         rows = [*issued(graph.gm, self.groups.names()),
-                *(row for pass_ in graph.pipeline.stage("step") for row in pass_.collectives())]
+                *(row for pass_ in graph.pipeline.passes for row in pass_.collectives())]
         if not rows:
             return []
         return [numeric_options(self.config), *rows, *([["gradients of", *applied]] if self.reduce_gradients and applied else [])]
@@ -197,7 +209,7 @@ class StepCompiler:
 
     def _guarded(self, compiled: Callable[..., Any], before_communicating: Callable[[], None],
                  waits: Callable[[], contextlib.AbstractContextManager[None]], check_memory: MemoryCheck | None,
-                 leaves: Sequence[Placeholder], on_loss: Callable[[], None]) -> Callable[..., Any]:
+                 leaves: Sequence[Placeholder], on_loss: Callable[[], None], shards: dict[int, Any]) -> Callable[..., Any]:
         """Check the inputs of each run, and have the ranks compare what it communicates.
 
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
@@ -207,8 +219,11 @@ class StepCompiler:
             waits: explains errors of collectives.
             leaves: those of the batch that require a gradient.
             on_loss: the compiler's, of what kind the loss is.
+            shards: the inputs in whose place the rows of sharded parameters go.
         """
         def run(*args: Any) -> Any:
+            if shards:
+                args = _with_rows(args, shards)
             for leaf in leaves:
                 check_leaf(leaf.name, args[leaf.index])
             if check_memory is not None:
@@ -246,6 +261,16 @@ class StepCompiler:
             raise NotRun
 
         return graph.trace(other_stages, keep)
+
+
+def _with_rows(inputs: Sequence[Any], shards: dict[int, Any], mode: FakeTensorMode | None = None) -> list[Any]:
+    """Return the inputs of a graph, the rows of sharded parameters in the place of whole ones.
+
+    Args:
+        mode: in which the rows are to be fake: AOTAutograd takes the sizes of real ones that Dynamo has not seen for dynamic.
+    """
+    rows = {place: p.rows if mode is None else mode.from_tensor(p.rows, static_shapes=True) for place, p in shards.items()}
+    return [rows.get(place, x) for place, x in enumerate(inputs)]
 
 
 def _written_by_forward(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from .parts.loss_scale import SCALE
 from .parts.norm import SKIPS
 from .parts.safeguard import SafeguardLog
 from .slots import Slots
+
+if TYPE_CHECKING:
+    from .sharded import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class StepParts:
     index: ModelIndex
     groups: Groups
     agreement: Agreement | None
+    sharded: ShardedModel | None  # under fully_shard
     device: torch.device  # of what was trained when the step was made
 
     @property

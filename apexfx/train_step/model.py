@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from ..report.data import Report
 from .errors import NotOneGraph
 from .objective import ObjectiveModules
 
+if TYPE_CHECKING:
+    from .sharded import ShardedModel
+
 _HALF_INPUTS = "apexfx_half_inputs"  # the name of two hooks
 
 
@@ -32,6 +35,7 @@ class StepModel:
         group: over which all batch norms of the model are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
         half: what inputs of the model are cast to before its forward, or None.
         report: where what a batch norm does is noted.
+        sharded: the model where it is under `fully_shard`.
 
     Attributes:
         model, objective_modules: as given.
@@ -39,8 +43,8 @@ class StepModel:
     """
 
     def __init__(self, model: nn.Module, objective_modules: ObjectiveModules, group: dist.ProcessGroup | None,
-                 half: torch.dtype | None, report: Report) -> None:
-        self.model, self.objective_modules, self._group = model, objective_modules, group
+                 half: torch.dtype | None, report: Report, sharded: ShardedModel | None = None) -> None:
+        self.model, self.objective_modules, self._group, self._sharded = model, objective_modules, group, sharded
         cast = _CastInputs(half) if half is not None else None
         self._hooks = (cast.enter, cast.leave) if cast is not None else None
         self.classes = TraceableClasses(group, report)
@@ -59,6 +63,8 @@ class StepModel:
         if global_module_hooks() or not cached and any(map(has_backward_hooks, all_modules(self.model))):
             check_modules(self.model, self._group)  # raises
         with contextlib.ExitStack() as stack:
+            if self._sharded is not None:
+                stack.enter_context(self._sharded.plain())
             if self._hooks is not None and casts_inputs:  # Dynamo evaluates the forward before any pass has put casts in
                 stack.enter_context(forward_hooks(self.model, _HALF_INPUTS, *self._hooks))
             stack.enter_context(self.classes.in_place(self.model, self.objective_modules.children(), cached=cached))
@@ -67,8 +73,10 @@ class StepModel:
     def run_in_eager(self, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Run an objective as it is, in float32 where the level has made the model half, for what it raises.
 
-        Parameters, buffers and random numbers are afterwards as they were.
+        Parameters, buffers and random numbers are afterwards as they were. A model that is sharded would wait for other ranks.
         """
+        if self._sharded is not None:
+            return
         halves = [(p, p.data) for p in self.model.parameters() if self._hooks is not None and p.dtype in HALVES]
         with left_as_it_was(self.model, *self.objective_modules.given), torch.enable_grad():
             try:

@@ -133,7 +133,7 @@ def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizer
                 options: StepOptions) -> Agreement | None:
     """Compare what is trained, and how, over the ranks; copy what model and objective hold from rank 0, and cast the model."""
     agreement = groups.agreement(options.config.buckets)
-    if agreement is not None and groups.gradients is not None:
+    if agreement is not None and (groups.gradients or groups.shards) is not None:
         agreement.ensure("options of the training step and its optimizer", _update_rows(optimizers, options))
     parameters, buffers = objective_modules.named_tensors()
     set_up(model, options.config, groups, agreement, parameters=parameters, buffers=buffers)

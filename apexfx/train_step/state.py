@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import has_gradient_hooks, note_optimizer_ran, num_hooks
+from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks
 from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
@@ -58,8 +58,8 @@ class StepState:
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:
-        """Those of the rows."""
-        return [row.tensor for row in self.rows]
+        """Those of the rows; of a sharded one what this rank has."""
+        return [local_rows(row.tensor) for row in self.rows]
 
     @functools.cached_property
     def compared(self) -> list[tuple[int, Tensor]]:
@@ -101,10 +101,11 @@ def read(parts: StepParts, before: StepState, means: Tensor | None) -> StepState
             *(state.rows(names) if state is not None else ())]
     parts.index.add_parameters(parts.objective_modules.named_tensors()[0])
     parts.index.add_states({
-        **{row.name: row.tensor for row in rows},
+        **{row.name: local_rows(row.tensor) for row in rows},
         **{f"{names[id(p)]}{ACCUMULATED}": buffer for p, buffer in zip(params, buffers)},
         **({MEANS: means} if means is not None else {})})
-    each = in_order(options, parts.scales, optimizers.clipping(options.max_grad_norm), state.parts() if state is not None else ())
+    each = in_order(options, parts.scales, optimizers.clipping(options.max_grad_norm), state.parts() if state is not None else (),
+                    sharded_over=parts.groups.shards and parts.groups.shards.group_name)
     follows = [part for part in each if part.after_update] if state is None else []
     of_following = {slot.name for part in follows for slot in part.slots()}
     of_graph = [row for row in rows if row.slot not in of_following]
@@ -163,8 +164,8 @@ class TrainingState:
 
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
-        lists = self.lists
-        return {"params": lists.params, "buffers": lists.buffers,
+        lists, sharded = self.lists, self._parts.sharded
+        return {"params": lists.params if sharded is None else sharded.wholes(lists.params), "buffers": lists.buffers,
                 "accumulated": [id(p) in self.accumulated for p in lists.params] if lists.buffers else [],
                 "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
                 "slots": lists.tensors, "scale": self._parts.scale, "calls": self._parts.options.accumulate,

@@ -7,12 +7,13 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import passes
+from .._torch import under_fully_shard
 from ..buckets.eager_reduce import averaged_copies
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
@@ -49,6 +50,9 @@ from .slots import Slots
 from .state import TrainingState
 from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
 
+if TYPE_CHECKING:
+    from .sharded import ShardedModel
+
 log = logging.getLogger(__name__)
 
 
@@ -66,11 +70,12 @@ class TrainStep:
                  modules: Sequence[nn.Module] = ()) -> None:
         config = options.config
         check_model(model, config, "train_step", give="give train_step() the module",
-                    inner="give train_step() the inner module, and ddp=True instead of the wrapper")
+                    inner="give train_step() the inner module, and ddp=True instead of the wrapper", may_be_sharded=True)
         passes.check_names(config, is_train_step=True)
         self.model, self.optimizer, self.objective = model, optimizer, objective
         self.report = report = Report(options.describe())
-        groups = Groups(config)
+        sharded = _sharded(model)
+        groups = Groups(config, sharded.group if sharded is not None else None)
         check_modules(model, groups.batch_norm)
         objective_modules, optimizers = ObjectiveModules(objective, model, modules), OptimizerList(optimizer)
         trained = trained_parameters(model, objective_modules, optimizers)
@@ -82,6 +87,8 @@ class TrainStep:
         each = in_order(options, scales, optimizers.clipping(options.max_grad_norm))
         slots = Slots([slot for part in each for slot in part.slots()], trained[0])
         safeguard = None if options.safeguard is None else SafeguardLog(options.safeguard, slots[SKIPS], slots[STATE], slots[LOG])
+        if sharded is not None:
+            sharded.check(model, trained, optimizers, options)
         self._outside = check_optimizer(optimizers, trained, options, scales, report, casts_to)
         self._note_ranks_apart(options)
         # From here on, things change.
@@ -89,9 +96,9 @@ class TrainStep:
             keep_freed_memory()
         note_second_updates(optimizers, report)
         agreement = set_up_step(model, objective_modules, optimizers, groups, options)
-        step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report)
+        step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report, sharded)
         self._parts = parts = StepParts(model, step_model, objective, objective_modules, optimizers, options, scales, slots,
-                                        safeguard, report, ModelIndex(lambda: model), groups, agreement, device)
+                                        safeguard, report, ModelIndex(lambda: model), groups, agreement, sharded, device)
         self._skips_teller = SkipsTeller(slots[SKIPS]) if scales is not None else None
         buffers = None if safeguard is None else KeptBuffers(
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
@@ -150,7 +157,7 @@ class TrainStep:
 
         It is a warning, too, unless an optimizer outside of the graph, or a reader of `.grad`, may average by itself.
         """
-        none = averaged_over_none(options.config)
+        none = averaged_over_none(options.config) if not under_fully_shard([self.model]) else ""
         if none and not any(note.startswith(none) for note in self.report.notes):
             message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to "
                        "train apart, or something else averages")
@@ -397,6 +404,15 @@ class TrainStep:
         self._skipped.norm = None
 
 
+def _sharded(model: nn.Module) -> ShardedModel | None:
+    """Return what `fully_shard` was told of a model, where it is under that."""
+    if not under_fully_shard(model.modules()):
+        return None
+    from .sharded import ShardedModel
+
+    return ShardedModel(model)
+
+
 def _graphs(parts: StepParts, state: TrainingState) -> CallGraphs:
     """Return what runs the calls of a step. That imports torch's compilers."""
     if parts.options.fallback is not None:
@@ -420,6 +436,7 @@ def trace_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, An
     from . import step_graphs
 
     parts = step._parts
+    step_graphs.check_traceable(parts)
     params = trained_parameters(step.model, parts.objective_modules, parts.optimizers)
     return step_graphs.trace_gradients(parts.step_model, step.objective, config, parts.groups, params, batch, named,
                                        scale=parts.scale, calls=parts.options.accumulate)

@@ -67,7 +67,7 @@ class StepGraphs:
         self._parts, self._state = parts, state
         self._make_compiler = functools.partial(
             StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
-            index=parts.index, on_run=state.note_change, on_communication=state.note_communication,
+            index=parts.index, sharded=parts.sharded, on_run=state.note_change, on_communication=state.note_communication,
             on_loss=state.mean.check, memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None)
         self._updates, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._settings = _dynamo_settings()
@@ -102,6 +102,7 @@ class StepGraphs:
         Raises:
             As a call.
         """
+        check_traceable(self._parts)
         compiler = self._make_compiler(report=Report(self._parts.report.config), agreement=None, traces=True)
         return trace(run_step, compiler, self._parts.step_model, self._inputs(self._parts.model), batch, named)
 
@@ -128,7 +129,7 @@ class StepGraphs:
         self._state.prepare()
         if self._parts.options.config.inner == "cudagraphs":
             self._fix_addresses()
-        gradients = grad_versions(self._state.lists.params)
+        gradients = grad_versions(params := self._state.inputs()["params"])
         self._state.keep_buffers()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         of_program: list[Exception] = []
@@ -138,7 +139,7 @@ class StepGraphs:
         if of_program:
             self._parts.step_model.run_in_eager(self._parts.objective, batch, named)
             raise of_program[0]  # eager raises nothing
-        if grad_versions(self._state.lists.params) != gradients:  # by what the compiler does not know for a backward
+        if grad_versions(params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
         return outputs
 
@@ -152,6 +153,17 @@ class StepGraphs:
         for tensor in tree_leaves(written):
             if isinstance(tensor, Tensor):
                 mark_static_address(tensor, guard=False)
+
+
+def check_traceable(parts: StepParts) -> None:
+    """Refuse to run the graph of a step on copies of its inputs where those are a part of what the ranks hold.
+
+    Raises:
+        ValueError: the model is under `fully_shard`.
+    """
+    if parts.sharded is not None:
+        raise ValueError("apexfx: the graph of a step of a model under fully_shard() is run by no rank alone, as compare(), "
+                         "record() and a search for what is not finite do; make a step of the model without fully_shard()")
 
 
 def grad_versions(params: Sequence[Tensor]) -> list[Any]:

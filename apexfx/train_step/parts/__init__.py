@@ -16,22 +16,24 @@ if TYPE_CHECKING:
 
 
 def in_order(options: StepOptions, scales: float | str | None, clipping: tuple[float | None, float],
-             updates: Iterable[Part] = ()) -> list[Part]:
+             updates: Iterable[Part] = (), sharded_over: str | None = None) -> list[Part]:
     """Return the parts of a step's end.
 
     Args:
         scales: the loss: "dynamic", a number, or None.
         clipping: to which norm gradients are clipped, infinity to measure it alone, or None, and what is added to the norm.
         updates: of the optimizers that update inside of the graph.
+        sharded_over: the name of the process group of which each rank has its rows of the gradients, or None.
     """
     safeguard, (max_norm, epsilon) = options.safeguard, clipping
     skips = scales is not None or safeguard is not None
     parts = [
         scales is not None and LossScale(None if scales == "dynamic" else scales,
                                          safeguard is not None and safeguard.spike_factor is not None),
-        (skips or max_norm is not None) and Norm(skips, safeguard is not None, "safeguard" if scales is None else "scaler"),
+        (skips or max_norm is not None) and Norm(skips, safeguard is not None, "safeguard" if scales is None else "scaler",
+                                                sharded_over),
         safeguard is not None and Judge(safeguard.window, safeguard.spike_factor, options.accumulate),
-        max_norm not in (None, math.inf) and Clip(max_norm, epsilon),
+        max_norm not in (None, math.inf) and Clip(max_norm, epsilon, sharded_over),
         *updates,
         options.ema,
     ]

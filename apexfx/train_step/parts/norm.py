@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...graph.collectives import wait
 from ...ops.apply_gradients import norm_dtype
 from ...optimizers.end_of_step import EndOfStep
 from ...optimizers.update import clip_coefficient
@@ -24,18 +25,21 @@ class Norm(Part):
         skips: whether that is done.
         of_each: whether the norm of each is measured, too.
         saved: where a checkpoint has the count: with a loss scale, where there is one.
+        sharded_over: the name of the process group of which each rank has its rows of the gradients, or None.
     """
 
     skips: bool = False
     of_each: bool = False
     saved: str = field(default="scaler", repr=False)
+    sharded_over: str | None = None
 
     def slots(self) -> Sequence[Slot]:
         return (Slot(SKIPS, shape=(2,), saved=(self.saved, SKIPS),
                      also_saved=("safeguard" if self.saved == "scaler" else "scaler", SKIPS)),) if self.skips else ()
 
     def apply(self, end: EndOfStep) -> None:
-        end.norm, norms, found_inf = measured([g for g in end.grads if g is not None], end.inverse, of_each=self.of_each)
+        end.norm, norms, found_inf = measured([g for g in end.grads if g is not None], end.inverse, of_each=self.of_each,
+                                               sharded_over=self.sharded_over)
         end.norms = norms if self.of_each else None
         if self.skips:
             end.found_inf = end.fault = found_inf
@@ -57,22 +61,35 @@ class Clip(Part):
     Attributes:
         max_norm: to what.
         epsilon: added to the norm before it divides.
+        sharded_over: as `Norm` has it.
     """
 
     max_norm: float
     epsilon: float = 1e-6
+    sharded_over: str | None = None
 
     def apply(self, end: EndOfStep) -> None:
         if end.norm is None:  # a part has set other gradients
-            end.norm = measured([g for g in end.grads if g is not None], None, of_each=False)[0]
+            end.norm = measured([g for g in end.grads if g is not None], None, of_each=False,
+                                sharded_over=self.sharded_over)[0]
         end.clip = clip_coefficient(end.norm, self.max_norm, self.epsilon)
 
     def describe(self) -> str:
         return f"clip that norm to {self.max_norm:g}"
 
 
-def measured(grads: Sequence[Tensor], inverse: Tensor | None, *, of_each: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the norm of the unscaled gradients, those of each where `of_each` says so, and found_inf."""
+def measured(grads: Sequence[Tensor], inverse: Tensor | None, *, of_each: bool,
+             sharded_over: str | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the norm of the unscaled gradients, those of each where `of_each` says so, and found_inf.
+
+    Args:
+        sharded_over: the group of which each rank has its rows: norm and found_inf are then those of all, by one small sum.
+    """
+    if sharded_over is not None:
+        norm, _, found_inf = measured(grads, inverse, of_each=False)
+        own = torch.stack([norm.double().square(), found_inf.double()])
+        squares, found = wait(torch.ops._c10d_functional.all_reduce.default(own, "sum", sharded_over)).unbind()
+        return squares.sqrt().to(norm.dtype), None, found.clamp(max=1.0).to(found_inf.dtype)
     l2norm = torch.ops.apexfx.multi_tensor_l2norm.default
     if norm_dtype(grads) == torch.float32:
         return l2norm(grads, inverse, of_each)

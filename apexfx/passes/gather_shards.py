@@ -1,0 +1,162 @@
+"""Gather sharded parameters in front of what reads them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from ..graph.gradient_modes import ON, gradient_modes
+from ..graph.inputs import Placeholder, apply_node
+from ..graph.mutation import storages, written_storages
+from ..graph.nodes import NAME, call, evaluate, fake_mode, set_value, value
+from ..graph.printed_names import identifier
+from ..graph.printing import count_text
+from .base import Pass
+
+_GATHER = torch.ops.apexfx.gather_shards.default
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """Parameters that are gathered at once.
+
+    Attributes:
+        name: path of the module that they belong to.
+        parameters: the places of those among a graph's inputs.
+        lengths: of each, how many rows the whole one has.
+        reduce_dtype: in which their gradients are summed; None as they are.
+    """
+
+    name: str
+    parameters: tuple[int, ...]
+    lengths: tuple[int, ...]
+    reduce_dtype: torch.dtype | None = None
+
+
+def as_rows(placeholders: Sequence[Placeholder], rows: Mapping[int, Tensor]) -> tuple[Placeholder, ...]:
+    """Return the inputs of a graph, sharded parameters, by place, as the rows that this rank has of them."""
+    return tuple(replace(p, shape=tuple(rows[p.index].shape), stride=rows[p.index].stride()) if p.index in rows else p
+                 for p in placeholders)
+
+
+class GatherShards(Pass):
+    """Make inputs of the rows that this rank has of each parameter, and gather whole parameters in front of their first reader.
+
+    The gradient of a gather sums the ranks' gradients and gives each rank its rows of their mean: parameters, gradients and
+    optimizer state of a step are rows. One gather, and one sum, for what `fully_shard` was told to gather at once.
+
+    Before:  y = linear(x, w, b); grad = autograd.grad(loss, [w, b]); apply_gradients([w, b], ...)
+    After:   w_whole, b_whole = gather_shards([w, b], ...)
+             y = linear(x, w_whole, b_whole); grad = autograd.grad(loss, [w, b]); apply_gradients([w, b], ...)
+
+    Args:
+        placeholders: the inputs of the captured graph, sharded parameters by their rows.
+        shards: which are gathered together.
+        group_name: the process group's.
+        world_size: the process group's.
+
+    Raises:
+        ValueError: the forward writes a sharded parameter.
+    """
+
+    name = "gather_shards"
+    stage = "forward"
+    numeric = "reassociates"
+
+    def __init__(self, *, placeholders: Sequence[Placeholder], shards: Sequence[ShardGroup], group_name: str,
+                 world_size: int) -> None:
+        super().__init__()
+        self.placeholders, self.shards = placeholders, shards
+        self.group_name, self.world_size = group_name, world_size
+        self._gathered: list[Any] = []
+
+    def begin(self) -> None:
+        super().begin()
+        self._gathered = []
+
+    def options(self) -> dict[str, Any]:
+        shards = [{**asdict(each), "reduce_dtype": str(each.reduce_dtype)} for each in self.shards]
+        return {"shards": shards, "group": self.group_name, "world_size": self.world_size}
+
+    def collectives(self) -> list[Any]:
+        return self._gathered
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        if gm.graph.find_nodes(op="call_function", target=_GATHER):
+            return PassResult(gm, False)
+        inputs, place = gm.graph.find_nodes(op="placeholder"), {node: at for at, node in enumerate(gm.graph.nodes)}
+        self._check_unwritten(gm, inputs)
+        mode, modes = fake_mode(gm.graph), gradient_modes(gm.graph)
+        ends = {apply_node(gm), gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]}
+        gathers = []
+        for group in self.shards:
+            by_dtype: dict[torch.dtype, list[_Member]] = {}
+            for index, length in zip(group.parameters, group.lengths):
+                node = inputs[index]
+                if users := [user for user in node.users if user not in ends]:
+                    by_dtype.setdefault(value(node).dtype, []).append(_Member(node, length, value(node), users))
+                rows = self.placeholders[index]
+                with mode:
+                    empty = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device, requires_grad=rows.requires_grad)
+                set_value(node, empty)
+            for members in by_dtype.values():
+                first = min((user for member in members for user in member.users), key=place.__getitem__)
+                gathers.append((place[first], first, group, members))
+        for _, first, group, members in sorted(gathers, key=lambda each: each[0]):
+            while modes.get(first.prev, ON) != ON:  # or it would have no gradient
+                first = first.prev
+            self._gather(first, group, members, mode)
+        _set_gradients(gm, mode)
+        return PassResult(gm, bool(gathers))
+
+    def _check_unwritten(self, gm: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
+        memory = written_storages(gm)
+        for index in (index for group in self.shards for index in group.parameters):
+            if storages(value(inputs[index])) & memory:
+                raise ValueError(f"apexfx: the forward or the loss writes parameter {self.placeholders[index].name!r} in place, "
+                                 "which is sharded, and gathered for the forward alone; write it between two steps, under "
+                                 "torch.no_grad()")
+
+    def _gather(self, first: fx.Node, group: ShardGroup, members: Sequence[_Member], mode: Any) -> None:
+        """Insert the gather of `members` in front of `first`, and have their users read what it gives."""
+        nodes, lengths = [member.node for member in members], [member.length for member in members]
+        with first.graph.inserting_before(first):
+            gathered = call(first.graph, _GATHER, (nodes, lengths, self.world_size, self.group_name, group.reduce_dtype),
+                            like=first, mode=mode, name=f"{identifier(group.name)}_gathered")
+            for at, member in enumerate(members):
+                item = call(first.graph, operator.getitem, (gathered, at), like=first, mode=mode,
+                            name=f"{identifier(member.node.meta[NAME])}_whole")
+                set_value(item, member.whole)
+                for user in member.users:
+                    user.replace_input_with(member.node, item)
+        self._gathered.append(["gather", group.name, [node.meta[NAME] for node in nodes]])
+        self.record(gathered, f"{count_text(len(members), 'parameter')} of {group.name or 'the model itself'}")
+
+
+class _Member(NamedTuple):
+    """A parameter in a gather: its input, the rows of the whole one, its value, and what reads it."""
+
+    node: fx.Node
+    length: int
+    whole: Tensor
+    users: list[fx.Node]
+
+
+def _set_gradients(gm: fx.GraphModule, mode: Any) -> None:
+    """Bring the values of the gradients, and of what is made of them, up to date: those of rows."""
+    grad = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]
+    behind = {grad}
+    for item in (user for user in grad.users if user.target is operator.getitem):
+        with mode:
+            set_value(item, torch.empty_like(value(grad.args[1][item.args[1]]), requires_grad=False))
+        behind.add(item)
+    for node in gm.graph.nodes:
+        if node.op.startswith("call_") and node not in behind and behind.intersection(node.all_input_nodes):
+            set_value(node, evaluate(node, mode))
+            behind.add(node)

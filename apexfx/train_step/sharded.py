@@ -1,0 +1,211 @@
+"""A model under `fully_shard` (FSDP2) in a training step: the parameters of the graph are the rows that this rank has.
+
+Storage, initialisation, evaluation and checkpoints are FSDP2's. For the time of a call its hooks are off, and in the place of
+each parameter is one of the whole shape without memory, so that Dynamo captures the model as it was written; before anything
+runs the rows take its place among the inputs, and the pass `gather_shards` gathers them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import _torch_fsdp as fsdp
+from .._torch import registries
+from ..passes.gather_shards import ShardGroup
+from .optimizer_list import OptimizerList
+from .options import StepOptions
+
+
+class _Parameter:
+    """One sharded parameter.
+
+    Attributes:
+        whole: what is in its place during a call: of the whole shape, without memory.
+        rows: those that this rank has, a leaf over FSDP2's own memory.
+    """
+
+    def __init__(self, record: Any) -> None:
+        self._record = record
+        self.places = [(registries(module).parameters, name) for module, name in fsdp.owners(record)]
+        empty = torch.empty(self.size, dtype=self.sharded.dtype, device=self.sharded.device)
+        empty.untyped_storage().resize_(0)
+        self.whole = nn.Parameter(empty)
+        self._local: Tensor | None = None
+        self.rows = self._local
+        self.read()
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """What the module and the optimizer have."""
+        return fsdp.sharded_parameter(self._record)
+
+    @property
+    def size(self) -> torch.Size:
+        return fsdp.whole_size(self._record)
+
+    def read(self) -> None:
+        """Follow what FSDP2, or a user, has changed: where the rows are, and whether they are trained."""
+        p = self.sharded
+        if (local := fsdp.local_rows(p)) is not self._local:
+            self._local, self.rows = local, local.detach()
+        if self.rows.requires_grad != p.requires_grad or self.whole.requires_grad != p.requires_grad:
+            for tensor in (self.rows, self.whole):
+                tensor.requires_grad_(p.requires_grad)
+
+
+class ShardedModel:
+    """What `fully_shard` was told of a model, and the model without it for the time of a call.
+
+    Args:
+        model: under `fully_shard`.
+
+    Attributes:
+        group: the process group that it is sharded over.
+
+    Raises:
+        ValueError: it is sharded in a way that no step computes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        check_root(model)
+        groups = fsdp.fsdp_groups(model)
+        for each in groups:
+            _check_group(each)
+        if len({each.process_group.group_name for each in groups}) > 1:
+            raise ValueError("apexfx: the model is sharded over several process groups, and a training step is over one; give "
+                             "every fully_shard() the same mesh")
+        self.group: dist.ProcessGroup = groups[0].process_group
+        self._groups = [(each, [_Parameter(record) for record in each.params]) for each in groups]
+        self._parameters = [p for _, members in self._groups for p in members]
+        self._plain = fsdp.PlainModules(model)
+
+    def check(self, model: nn.Module, trained: Sequence[Tensor], optimizers: OptimizerList, options: StepOptions) -> None:
+        """Refuse what is not there yet for a sharded model, and what would train each rank apart.
+
+        Args:
+            trained: the parameters that are.
+
+        Raises:
+            ValueError: it says what.
+        """
+        config = options.config
+        own = {id(p.sharded) for p in self._parameters}
+        names = {id(p): name for name, p in model.named_parameters()}
+        if apart := [p for p in trained if id(p) not in own]:
+            raise ValueError(f"apexfx: parameter {names.get(id(apart[0]), 'of the objective')!r} is trained and not sharded "
+                             "(ignored_params=, or outside of the model), and nothing averages its gradient over the ranks; "
+                             "freeze it, or let fully_shard() have it")
+        if config.ddp:
+            raise ValueError("apexfx: ddp=True was given, and a step of a model under fully_shard() averages gradients anyway; "
+                             "leave ddp out")
+        given = {"accumulate": options.accumulate > 1, "ema": options.ema, "safeguard": options.safeguard,
+                 "keep_grads": options.keep_grads, "fallback": options.fallback, "sync_bn": config.sync_bn,
+                 "process_group": config.process_group, "inner='cudagraphs'": config.inner == "cudagraphs",
+                 "verify": config.verify == "each"}
+        if unsupported := [name for name, value in given.items() if value]:
+            raise ValueError(f"apexfx: {unsupported[0]}{'' if '=' in unsupported[0] else '='} was given, which a step of a model "
+                             "under fully_shard() does not have yet; leave it out")
+        if config.opt_level != "O0":
+            raise ValueError(f"apexfx: opt_level={config.opt_level!r} was given, and a step of a model under fully_shard() is in "
+                             "the dtypes of its parameters so far; give opt_level='O0'")
+        whole = [type(each).__name__ for each in optimizers if type(each).__name__ not in _BY_ELEMENT]
+        if whole:
+            raise ValueError(f"apexfx: {whole[0]} updates a parameter by more than its own element, or outside of the graph, and "
+                             f"a step of a model under fully_shard() has rows of it; use one of {', '.join(_BY_ELEMENT)}")
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Have the model as it was written, with `whole` in the place of each parameter, until the end of the context."""
+        if not self._plain.reduces():
+            raise ValueError("apexfx: set_requires_gradient_sync(False) was called on the model, and each call of a training "
+                             "step applies the mean of all ranks' gradients; set it to True")
+        before = self._plain.enter()
+        try:
+            for p in self._parameters:
+                p.read()
+                for registry, name in p.places:
+                    registry[name] = p.whole
+            yield
+        finally:
+            for p in self._parameters:
+                for registry, name in p.places:
+                    registry[name] = p.sharded
+            self._plain.leave(before)
+
+    def wholes(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return what is in the place of parameters during a call."""
+        by_id = {id(p.sharded): p.whole for p in self._parameters}
+        return [by_id[id(p)] for p in params]
+
+    def shards(self, example_inputs: Sequence[Any]) -> dict[int, _Parameter]:
+        """Return which inputs of a captured graph are parameters that are sharded, by place."""
+        by_id = {id(p.whole): p for p in self._parameters}
+        return {place: by_id[id(x)] for place, x in enumerate(example_inputs) if id(x) in by_id}
+
+    def groups(self, shards: dict[int, _Parameter]) -> list[ShardGroup]:
+        """Return which inputs of a graph are gathered together."""
+        found = []
+        for each, members in self._groups:
+            places = sorted(place for place, p in shards.items() if p in members)
+            if places:
+                found.append(ShardGroup(each.name, tuple(places), tuple(shards[place].size[0] for place in places),
+                                        each.policy.reduce_dtype))
+        return found
+
+
+_BY_ELEMENT = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adamax", "Adadelta")
+
+
+def check_root(model: nn.Module) -> None:
+    """Refuse a model of which parts alone are under `fully_shard`."""
+    if not fsdp.is_under_fully_shard(model):
+        raise ValueError("apexfx: modules of the model are under fully_shard(), and the model itself is not, so that nothing "
+                         "averages the gradients of the rest; call fully_shard(model), too, after those of its blocks")
+
+
+def _check_group(group: fsdp.FsdpGroup) -> None:
+    """Refuse what a step would do otherwise than FSDP2 was told to."""
+    policy = group.policy
+    refusals = [
+        (group.process_group is None or group.mesh_dims != 1,
+         "over a mesh of two dimensions (HSDP), or over none, and a training step is over one; give it a mesh of one dimension"),
+        (group.offloads, "with CPUOffloadPolicy, and a training step runs where its parameters are; leave offload_policy out"),
+        (not group.gathers_in_backward,
+         "with set_unshard_in_backward(False), and a training step gathers what its backward reads; leave that call out"),
+        (not isinstance(group.reshards, bool),
+         f"with reshard_after_forward={group.reshards}, and a training step keeps whole parameters or drops them: True or False"),
+        (group.divisor is not None,
+         "with set_gradient_divide_factor(), and a training step averages over the ranks; leave that out, and scale the loss"),
+        (group.replaced is not None,
+         f"with {group.replaced} in the place of FSDP2's own communication, which no graph holds; leave it out"),
+        (policy.param_dtype is not None or policy.output_dtype is not None,
+         "with a MixedPrecisionPolicy that computes in another dtype, which is opt_level's part in a training step; give it "
+         "reduce_dtype alone")]
+    where = f"module {group.name!r}" if group.name else "the model"
+    for refused, text in refusals:
+        if refused:
+            raise ValueError(f"apexfx: {where} is under fully_shard() {text}")
+    for record in group.params:
+        _check_parameter(record, f"a parameter of {where} (of shape {list(fsdp.whole_size(record))})")
+
+
+def _check_parameter(record: Any, what: str) -> None:
+    p = fsdp.sharded_parameter(record)
+    if fsdp.was_dtensor(record):
+        raise ValueError(f"apexfx: {what} was a DTensor before fully_shard() (tensor parallel), and a training step is data "
+                         "parallel alone; leave parallelize_module() out")
+    if fsdp.sharded_dim(record):
+        raise ValueError(f"apexfx: {what} is sharded along dimension {fsdp.sharded_dim(record)} (shard_placement_fn=), and a "
+                         "training step gathers rows; leave that out")
+    if type(fsdp.local_rows(p)) is not Tensor:
+        raise ValueError(f"apexfx: {what} holds a {type(fsdp.local_rows(p)).__name__}, which a training step does not gather; "
+                         "use plain tensors")
+    if p.is_complex():
+        raise ValueError(f"apexfx: {what} is complex, and a training step gathers and sums rows of real ones; hold two real "
+                         "parameters, and make one of them in the forward (torch.complex)")

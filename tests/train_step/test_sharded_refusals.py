@@ -1,0 +1,160 @@
+"""What train_step() refuses of a model under fully_shard(), in a sentence: in one process, the other ranks being fake."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import apexfx
+from apexfx.optimizers import FusedLAMB
+from tests.fake_group import fake_process_group
+
+ONE, TWO = (4,), (2, 2)
+
+
+class Net(nn.Module):
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.block, self.head = nn.Linear(4, 8, dtype=dtype), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.block(x).relu())
+
+
+def mesh(*sizes):
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("data", "model")[:len(sizes)])
+
+
+def shard(model=None, block=None, **options):
+    """Return a model under fully_shard; `block` are options of its block alone."""
+    model = model or Net()
+    options = {"mesh": mesh(4), **options}
+    fully_shard(model.block, **{**options, **(block or {})})
+    return fully_shard(model, **options)
+
+
+def changed(function, *args, **options):
+    model = shard(**options)
+    getattr(model, function)(*args)
+    return model
+
+
+def tensor_parallel():
+    both = mesh(2, 2)
+    model = Net()
+    parallelize_module(model, both["model"], {"block": ColwiseParallel()})
+    return shard(model, mesh=both["data"])
+
+
+def tied_between_groups():
+    model = Net()
+    model.head = nn.Linear(4, 8)
+    model.head.weight = model.block.weight
+    return shard(model)
+
+
+def blocks_alone():
+    model = Net()
+    fully_shard(model.block, mesh=mesh(4))
+    return model
+
+
+def without_head():
+    model = Net()
+    return shard(model, ignored_params={model.head.weight})
+
+
+MODELS = {
+    "HSDP": (lambda: shard(mesh=mesh(2, 2)), "two dimensions"),
+    "tensor parallel": (tensor_parallel, "tensor parallel"),
+    "CPU offload": (lambda: shard(offload_policy=CPUOffloadPolicy(pin_memory=False)), "CPUOffloadPolicy"),
+    "unshard_in_backward": (lambda: changed("set_unshard_in_backward", False), "set_unshard_in_backward"),
+    "several groups": (lambda: shard(block={"mesh": mesh(2, 2)["data"]}), "several process groups"),
+    "another dimension": (lambda: shard(shard_placement_fn=lambda p: Shard(p.dim() - 1)), "dimension 1"),
+    "another number of ranks": (lambda: shard(reshard_after_forward=2), "reshard_after_forward=2"),
+    "tied between groups": (tied_between_groups, "already managed by another FSDP group"),
+    "blocks alone": (blocks_alone, r"fully_shard\(model\), too"),
+    "ignored": (without_head, "'head.weight' is trained and not sharded"),
+    "divisor": (lambda: changed("set_gradient_divide_factor", 3.0), "set_gradient_divide_factor"),
+    "hook": (lambda: changed("set_all_reduce_hook", lambda x: None), "FSDP2's own communication"),
+    "mixed precision": (lambda: shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "opt_level's part"),
+    "output_dtype": (lambda: shard(mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16)), "opt_level's part"),
+    "complex": (lambda: shard(Net(torch.complex64)), "complex"),
+}
+OPTIONS = {
+    "ddp": {"ddp": True}, "accumulate": {"accumulate": 2}, "ema": {"ema": apexfx.EMA(0.9)}, "safeguard": {"safeguard": True},
+    "keep_grads": {"keep_grads": True}, "fallback": {"fallback": "transform"}, "sync_bn": {"sync_bn": True},
+    "cudagraphs": {"inner": "cudagraphs"}, "verify": {"verify": "each"}, "opt_level": {"opt_level": "O1"},
+}
+OPTIMIZERS = {"Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]),
+              "FusedLAMB": lambda model: FusedLAMB(model.parameters()),
+              "NAdam": lambda model: torch.optim.NAdam(model.parameters())}
+
+
+def make(model, optimizer=None, **options):
+    return apexfx.train_step(model, F.cross_entropy, optimizer or torch.optim.SGD(model.parameters(), lr=0.1),
+                             **{"opt_level": "O0", "inner": "eager", **options})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_how_a_model_is_sharded_is_refused(name):
+    model, message = MODELS[name]
+    with fake_process_group(4), pytest.raises(ValueError, match=message):
+        make(model())
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *OPTIMIZERS])
+def test_what_is_not_there_for_sharded_models_is_refused(name):
+    with fake_process_group(4):
+        model = shard()
+        optimizer = OPTIMIZERS[name](model) if name in OPTIMIZERS else None
+        with pytest.raises(ValueError, match=rf"apexfx: .*{name}.*fully_shard\(\)"):
+            make(model, optimizer, **OPTIONS.get(name, {}))
+
+
+def test_transform_says_that_train_step_does_it():
+    with fake_process_group(4), pytest.raises(ValueError, match=r"train_step\(\), which takes a model under fully_shard"):
+        apexfx.transform(shard())
+
+
+class Writes(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            self.block.weight.mul_(0.9)
+        return super().forward(x)
+
+
+def batch():
+    return torch.randn(2, 4), torch.tensor([0, 2])
+
+
+def test_what_a_call_does_otherwise_is_refused():
+    with fake_process_group(4):
+        step = make(shard(Writes()))
+        with pytest.raises(ValueError, match=r"writes parameter 'block.weight' in place, which is sharded"):
+            step(*batch())
+        model = shard()
+        step = make(model)
+        model.set_requires_gradient_sync(False)
+        with pytest.raises(ValueError, match=r"set_requires_gradient_sync\(False\)"):
+            step(*batch())
+        model.set_requires_gradient_sync(True)
+        step(*batch())
+        assert isinstance(model, Net) and type(model.block).__name__ == "FSDPLinear"  # as they were
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_each_group_is_gathered_once_and_its_gradients_are_summed_once(inner):
+    with fake_process_group(4):
+        step = make(shard(), max_grad_norm=1.0, inner=inner)
+        step(*batch())
+        code = step.report.code(stage="step")
+        counts = [code.count(f"{op}.default(") for op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")]
+        assert counts == [2, 2, 1]  # the last is of the norm
+        assert 'block_weight: "f32[2, 4]"' in code and "head_whole" not in step.report.code(stage="forward", after="precision")
