@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from ._torch import tensor_version, tree_leaves, tree_map
 from .compiler.forward_errors import frames_of_user, place
 from .graph.printing import count_text, first_names
 from .train_step import TrainStep
+from .train_step.wrong_call import shown
 
 _TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
 _SMALL = 1e-2  # of the size of all: what is smaller, as a gradient that is rounding alone, is measured against that
@@ -58,7 +60,7 @@ class LoopCheck:
         rows: one a parameter and buffer, in the order of the model.
         part: where the two part first: "forward", "gradient", "clipping" or "update"; "" where they are one.
         update: in which update, from 1.
-        reason: the line of the loop, and what is known about it.
+        reason: the line of the loop, and what is known about it; where they are one, why they round otherwise, or "".
     """
 
     rows: tuple[LoopRow, ...]
@@ -80,7 +82,8 @@ class LoopCheck:
                          headers=("parameter", "gradient", "update", *own, "verdict"), disable_numparse=True)
         more = len(self.rows) - len(rows)
         rest = f"\n... and {more} more, which differ less" if more else ""
-        said = (f"The step is the loop: {count_text(self.update, 'update')} in float64." if self.is_right else
+        rounds = f", apart from rounding: {self.reason}" if self.reason else ""
+        said = (f"The step is the loop: {count_text(self.update, 'update')} in float64{rounds}." if self.is_right else
                 f"Update {self.update}: loop and step part in the {self.part}.\n{self.reason}")
         return f"{table}{rest}\n{said}"
 
@@ -113,10 +116,14 @@ def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[An
         optimizer: the loop's, where it is another than the step's, over the same parameters.
 
     Raises:
+        TypeError: the arguments are others, or in another order.
         ValueError: nothing can be compared: no batch, no update, parameters that the model does not hold, an `update` that uses
             what it is not given.
         RuntimeError, ...: what the loop or the step raises in float64; a note says so.
     """
+    if not isinstance(step, TrainStep) or not callable(update) or callable(batches):
+        raise TypeError(f"apexfx: check_loop() was called with {', '.join(type(x).__name__ for x in (step, update, batches))}, "
+                        "expected check_loop(step, update, batches): a step, the function of the loop, and a list of batches")
     accumulate = step.options.accumulate
     batches = list(batches)
     if not batches or len(batches) % accumulate:
@@ -124,7 +131,7 @@ def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[An
     updates = [batches[i:i + accumulate] for i in range(0, len(batches), accumulate)]
     originals = (step.model, step.objective, step.optimizer, step.optimizer if optimizer is None else optimizer, schedule)
     with torch.random.fork_rng(), torch.enable_grad(), warnings.catch_warnings(), _untouched(step, originals[3]):
-        warnings.filterwarnings("ignore", module=r"torch\.optim\.lr_scheduler")  # optimizers of copies have another step()
+        warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden|Detected call of `lr_sched")
         with _explained():
             sides = _Sides(step, update, originals, exact=True)
             for number, calls in enumerate(updates, 1):
@@ -134,8 +141,10 @@ def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[An
         if not sides.moved:
             raise ValueError("apexfx: the loop moved no parameter, so nothing is compared: its learning rate is 0, or its "
                              "optimizer updates something else")
-        own = _Sides(step, update, originals, exact=False).run(updates)
-    return LoopCheck(tuple(dataclasses.replace(row, as_they_are=own[row.name]) for row in rows), "", len(updates), "")
+        sides = _Sides(step, update, originals, exact=False)
+        own = sides.run(updates)
+    rows = tuple(dataclasses.replace(row, as_they_are=own[row.name]) for row in rows)
+    return LoopCheck(rows, "", len(updates), sides.rounding())
 
 
 class _Sides:
@@ -165,8 +174,17 @@ class _Sides:
         torch.manual_seed(number)
         self._loop.start()
         with self._loop:
-            self._update(self._model, self._optimizer, batch if self._step.options.accumulate > 1 else batch[0],
-                         *([] if self._schedule is None else [self._schedule]))
+            one = self._step.options.accumulate == 1
+            arguments = {"model": self._model, "optimizer": self._optimizer,
+                         **({"batch": batch[0]} if one else {"batches": batch}),
+                         **({} if self._schedule is None else {"schedule": self._schedule})}
+            try:
+                self._update(*arguments.values())
+            except Exception as error:
+                error.add_note(f"  called: update({', '.join(map(shown, arguments.values()))}), which are {', '.join(arguments)}")
+                if re.search(r"\bamp\b", str(error), re.IGNORECASE):
+                    error.add_note("  write update() without the lines of amp: opt_level= of the step does that")
+                raise
         self._loop.finish()
         if not self._loop.steps:
             raise ValueError("apexfx: update() called no step() of the optimizer that it is given: it is the body of the "
@@ -191,6 +209,20 @@ class _Sides:
             self.run_loop(number, calls)
             self.run_step(number, calls)
         return _errors(_changes(self._step.model, before), _changes(self._model, before))
+
+    def rounding(self) -> str:
+        """Return why loop and step round otherwise, a dtype or a level; "" where neither is known to differ."""
+        config, params, theirs = self._step.options.config, list(self._step.model.parameters()), self._loop.autocast
+        if theirs is None and any(p.dtype != torch.float32 for p in params):
+            return ""
+        ours = config.half_dtype(p.device for p in params) if config.level.casts else None
+        level = "O0" if theirs is None else "O1"
+        if ours == theirs and (theirs is None or config.opt_level == level):
+            return ""
+        computes, of_loop, dtype = _name_of(ours or torch.float32), f"of {_name_of(theirs)}" if theirs else "off", \
+            f", dtype={theirs}" if theirs else ""
+        return (f"the step computes in {computes} ({config.opt_level}), the loop's autocast was {of_loop}; "
+                f"opt_level={level!r}{dtype} is that loop")
 
     def compare(self, number: int, calls: list[Any]) -> tuple[str, str, tuple[LoopRow, ...]]:
         """Run an update of both; return where they part, what is known about it, and the rows."""
@@ -224,13 +256,17 @@ class _Sides:
         factor, ratio = _factor(loop.losses, losses), _ratio(loop.gradients, whole)
         if not _may_be_scaled(factor, calls):
             return "forward", f"{line}\n{self._of_forward(losses)}"
-        if ratio is None or not _close(ratio, factor * calls) or not _close(ratio, 1) and not loop.wrote:
+        clipped_alone = all("clip_grad" in written for _, written in loop.wrote)
+        if ratio is None or not _close(ratio, factor * calls) or not _close(ratio, 1) and clipped_alone:
             return "gradient", f"{line}\n{self._of_gradient(ratio)}"
         clips = [place for place, (unscales, _) in enumerate(loop.wrote) if not unscales]
         late = clips and any(unscales for unscales, _ in loop.wrote[clips[0]:])
         scaled = f" It was {ratio:g} times as long when the loop clipped it: unscale first, by scaler.unscale_(optimizer)."
         line = loop.wrote[clips[0] if late else clips[-1]][1] if clips else loop.at_step
-        return "clipping", (f"{line}\nThe loop's gradient has a norm of {_norm(loop.gradients):.4g} "
+        max_norm = self._step.options.max_grad_norm
+        missing = f"The loop does not clip; the step has max_grad_norm={max_norm}. " if not clips and max_norm is not None else \
+            "The loop clips, and the step does not: max_grad_norm= clips in it. " if clips and max_norm is None else ""
+        return "clipping", (f"{line}\n{missing}The loop's gradient has a norm of {_norm(loop.gradients):.4g} "
                             f"after the backward and of {_norm(loop.stepped):.4g} at optimizer.step(), the step's "
                             f"{_norm(whole):.4g} and {norm:.4g}.{scaled if late else ''}")
 
@@ -252,7 +288,8 @@ class _Sides:
         calls = self._step.options.accumulate
         if ratio is not None:
             said = f"The loop's gradient is {ratio:.6g} times that of the step"
-            return f"{said}, which averages over {calls} calls." if calls > 1 else f"{said}."
+            divides = f" (accumulate={calls} divides the loss already)" if _close(ratio, calls) else ""
+            return f"{said}, which averages over {calls} calls{divides}." if calls > 1 else f"{said}."
         if self._is_mean() and calls > 1:
             return ("The loss of each call is the same, and so is not what is made of them: the step divides by the counts of "
                     f"all {calls} calls (apexfx.Mean), the loop averages the means of the calls.")
@@ -289,12 +326,14 @@ class _Loop(TorchFunctionMode):
         held: whether there were gradients before the first backward. writes: whether parameters change outside of a step.
         options: by parameter, of its group, at the step. modes: which modules train, at the first forward.
         wrote: of each op that wrote gradients in between, whether it is a GradScaler's, and the line.
-        steps: how often each optimizer was stepped. at_backward, at_step: the last lines that did it.
+        steps: how often each optimizer was stepped. autocast: its dtype, or None. at_backward, at_step: the last lines
+            that did it.
     """
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         super().__init__()
         self._model = model
+        self.autocast: torch.dtype | None = None
         held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         self.params = {name: p for name, p in model.named_parameters() if id(p) in held}
         model.register_forward_pre_hook(self._note_modes)
@@ -317,6 +356,9 @@ class _Loop(TorchFunctionMode):
         self.writes |= self._versions() != self._written
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = next(iter(self.params.values())).device.type if self.params else "cpu"
+        if self.autocast is None and torch.is_autocast_enabled(kind):
+            self.autocast = torch.get_autocast_dtype(kind)
         if func is not Tensor.backward:
             name = getattr(func, "__name__", "")
             writes = name.endswith("_") and not name.startswith("__") or name in ("__set__", "__setitem__")
@@ -492,6 +534,10 @@ def _options(model: nn.Module, optimizers: Any) -> dict[str, dict[str, Any]]:
     names = {id(p): name for name, p in model.named_parameters()}
     return {names[id(p)]: {"class": type(each).__name__, **{k: v for k, v in group.items() if k not in _HOW_ALONE}}
             for each in _list(optimizers) for group in each.param_groups for p in group["params"] if id(p) in names}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _number(option: Any) -> Any:
