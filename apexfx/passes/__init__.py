@@ -22,6 +22,7 @@ from .gather_shards import GatherShards, ShardGroup
 from .precision import Precision
 from .recompute import Recompute
 from .schedule_comm import ScheduleComm
+from .schedule_shards import ScheduleShards
 from .skip_writes import SkipWrites
 from .sync_batchnorm import SyncBatchnorm
 from .unscale_clip_update import UnscaleClipUpdate
@@ -95,6 +96,12 @@ def _gather_shards(config: TransformConfig, context: Context) -> Pass | None:
                         world_size=dist.get_world_size(context.sharded_over))
 
 
+def _schedule_shards(config: TransformConfig, context: Context) -> Pass | None:
+    if context.sharded_over is None:
+        return None
+    return ScheduleShards(placeholders=context.placeholders, shards=context.shards, group_name=context.sharded_over.group_name)
+
+
 def _recompute(config: TransformConfig, context: Context) -> Pass | None:
     # Under "eager" every op that is computed again is a kernel of its own.
     if not context.is_train_step or config.inner == "eager" and context.memory_budget is None:
@@ -114,6 +121,7 @@ TABLE: tuple[Row, ...] = (
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
     Row(ScheduleComm, "ddp=True or sync_bn=True",
         lambda config, context: ScheduleComm() if context.gradients is not None or context.batch_norm is not None else None),
+    Row(ScheduleShards, "train_step() of a model under fully_shard()", _schedule_shards),
     Row(ChannelsLast, "train_step(), inner=\"inductor\"",
         lambda config, context: ChannelsLast() if context.is_train_step and config.inner != "eager" else None),
     Row(UnscaleClipUpdate, "train_step()", lambda config, context: UnscaleClipUpdate() if context.is_train_step else None),

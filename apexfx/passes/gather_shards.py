@@ -31,12 +31,14 @@ class ShardGroup:
         parameters: the places of those among a graph's inputs.
         lengths: of each, how many rows the whole one has.
         reduce_dtype: in which their gradients are summed; None as they are.
+        reshards: whether whole parameters are dropped after the forward.
     """
 
     name: str
     parameters: tuple[int, ...]
     lengths: tuple[int, ...]
     reduce_dtype: torch.dtype | None = None
+    reshards: bool = True
 
 
 def as_rows(placeholders: Sequence[Placeholder], rows: Mapping[int, Tensor]) -> tuple[Placeholder, ...]:
@@ -128,7 +130,7 @@ class GatherShards(Pass):
         nodes, lengths = [member.node for member in members], [member.length for member in members]
         with first.graph.inserting_before(first):
             gathered = call(first.graph, _GATHER, (nodes, lengths, self.world_size, self.group_name, group.reduce_dtype),
-                            like=first, mode=mode, name=f"{identifier(group.name)}_gathered")
+                            like=first, mode=mode, name=f"{identifier(group.name or 'root')}_gathered")
             for at, member in enumerate(members):
                 item = call(first.graph, operator.getitem, (gathered, at), like=first, mode=mode,
                             name=f"{identifier(member.node.meta[NAME])}_whole")

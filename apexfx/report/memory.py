@@ -24,6 +24,7 @@ from .node_places import NodePlaces
 ACTIVATIONS = "activations"
 KINDS = {"parameters": "P", "buffers": "B", "optimizer state": "S", "inputs": "I", ACTIVATIONS: "a", "gradients": "G"}
 _OF_PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer state"}
+WHOLE = "apexfx_whole"  # meta key of a node that makes whole parameters of what each rank has of them
 _ROWS, _WIDTH = 24, 60
 _MAX_TENSORS = 5  # rows
 
@@ -175,6 +176,8 @@ def kinds_of_memory(gm: fx.GraphModule, liveness: Liveness, placeholders: Sequen
         kind = _OF_PLACEHOLDERS.get(placeholder.kind if placeholder is not None else "", "inputs")
         kinds.update(dict.fromkeys(liveness.of(node), kind))
     for node in liveness.nodes:
+        if WHOLE in node.meta:
+            kinds.update((memory, "parameters") for memory in liveness.of(node) if memory not in kinds)
         for gradient in _gradients(node):
             for memory in liveness.of(gradient):
                 kinds.setdefault(memory, "gradients")

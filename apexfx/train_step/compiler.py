@@ -154,7 +154,8 @@ class StepCompiler:
         step_passes = StepPasses(graph, present, self.on_run, before_communicating)
         if self.traces:
             return self._keeping(graph, step_passes)
-        gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1].target = _numbered_gradients
+        own = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]
+        own.target = _traced_gradients if shards else _numbered_gradients
         compiled = graph.compile(step_passes, self.report)
         self._check_budget(graph.record)
         warn_unmatched(self.report)
@@ -386,6 +387,7 @@ def _numbered_gradients(loss: torch.Tensor, *args: Any, **options: Any) -> Any:
     return torch.autograd.grad(loss, *args, **options)
 
 
+@functools.wraps(torch.autograd.grad)
 def _traced_gradients(*args: Any, **options: Any) -> Any:
     """The same, by ops that carry a mark, too."""
     with annotate({BACKWARD: True}):

@@ -155,7 +155,7 @@ class ShardedModel:
             places = sorted(place for place, p in shards.items() if p in members)
             if places:
                 found.append(ShardGroup(each.name, tuple(places), tuple(shards[place].size[0] for place in places),
-                                        each.policy.reduce_dtype))
+                                        each.policy.reduce_dtype, bool(each.reshards)))
         return found
 
 

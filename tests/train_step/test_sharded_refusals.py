@@ -147,14 +147,3 @@ def test_what_a_call_does_otherwise_is_refused():
         model.set_requires_gradient_sync(True)
         step(*batch())
         assert isinstance(model, Net) and type(model.block).__name__ == "FSDPLinear"  # as they were
-
-
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_each_group_is_gathered_once_and_its_gradients_are_summed_once(inner):
-    with fake_process_group(4):
-        step = make(shard(), max_grad_norm=1.0, inner=inner)
-        step(*batch())
-        code = step.report.code(stage="step")
-        counts = [code.count(f"{op}.default(") for op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")]
-        assert counts == [2, 2, 1]  # the last is of the norm
-        assert 'block_weight: "f32[2, 4]"' in code and "head_whole" not in step.report.code(stage="forward", after="precision")

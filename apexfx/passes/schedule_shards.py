@@ -1,0 +1,200 @@
+"""Order a training step of sharded parameters: gather the next group while this one computes, drop and gather again."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from ..buckets.windows import MARK, Window, windows
+from ..graph.collectives import is_wait
+from ..graph.inputs import Placeholder, apply_node
+from ..graph.nodes import CASTS, NAME, call, fake_mode
+from ..graph.order import aliases
+from ..observe.non_finite import is_of_backward
+from ..report.memory import WHOLE
+from ..report.records import Artifacts
+from .base import Pass
+from .gather_shards import ShardGroup
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+_COPIES = (aten.clone.default, *CASTS)  # of what was gathered: as large, and as quick to make again as to keep
+_DIVIDES = (aten.div.Tensor,)
+
+
+class ScheduleShards(Pass):
+    """Gather each group while the one before it computes, and let go of it between forward and backward.
+
+    A gather starts behind the wait of the one before it, so that two groups are whole at once. Where `fully_shard` says
+    `reshard_after_forward`, and another group is gathered in between, what the backward reads is gathered again in front of its
+    first reader there. The sum of a group's gradients is waited for behind the start of the next one: two are under way.
+
+    Before:  a = wait(gather(a_rows)); h = f(a); b = wait(gather(b_rows)); y = g(h, b); gb = g'(h, b); ga = f'(a)
+    After:   a = wait(gather(a_rows)); gathering_b = gather(b_rows); h = f(a)
+             b = wait(gathering_b); y = g(h, b); gathering_a = gather(a_rows); gb = g'(h, b); a = wait(gathering_a); ga = f'(a)
+
+    Args:
+        placeholders: the inputs of the captured graph.
+        shards: the groups, as they are gathered.
+        group_name: the process group's.
+    """
+
+    name = "schedule_shards"
+    stage = "backward"
+    numeric = "bitwise"
+
+    def __init__(self, *, placeholders: Sequence[Placeholder], shards: Sequence[ShardGroup], group_name: str) -> None:
+        super().__init__()
+        self.group_name = group_name
+        self._kept = {placeholders[place].name for each in shards if not each.reshards for place in each.parameters}
+
+    def begin(self) -> None:
+        super().begin()
+        self.schedule: list[Window] = []
+
+    def options(self) -> dict[str, Any]:
+        return {"group": self.group_name, "kept": sorted(self._kept)}
+
+    def artifacts(self) -> Artifacts:
+        return Artifacts(schedule=self.schedule)
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        before = list(gm.graph.nodes)
+        backward = next((node for node in before if is_of_backward(node)), gm.graph.output_node())
+        gathers = _gathers(gm, self.group_name)
+        for gather in gathers:
+            if not self._kept.intersection(gather.names):
+                self._gather_again(gather, [each.start for each in gathers], backward)
+        for earlier, gather in itertools.pairwise(_gathers(gm, self.group_name)):
+            self._start_behind(earlier, gather, backward)
+        sums = list(_sums(gm, self.group_name))
+        for index, reduced in enumerate(sums):
+            for node in reduced.nodes:
+                node.meta[MARK] = index
+        for reduced, later in itertools.zip_longest(sums, sums[1:]):
+            reduced.wait_behind(later.start if later is not None else None, apply_node(gm))
+        self.schedule = windows(gm)
+        return PassResult(gm, list(gm.graph.nodes) != before)
+
+    def _gather_again(self, gather: _Gather, starts: Sequence[fx.Node], backward: fx.Node) -> None:
+        """Have what the backward reads of a gather be gathered in front of its first reader there.
+
+        Args:
+            starts: of all gathers.
+            backward: the first node of it.
+        """
+        early = {node for node in gather.nodes if node < backward}
+        late = sorted({user for node in early for user in node.users if not user < backward})
+        if not late or not any(gather.start < other < late[0] for other in starts):
+            return
+        copies: dict[fx.Node, fx.Node] = {}
+        mode = fake_mode(backward.graph)
+        with backward.graph.inserting_before(late[0]):
+            for node in sorted(_needed(late, early)):
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source))
+                copies[node] = call(backward.graph, node.target, args, kwargs, like=node, mode=mode, name=f"{node.name}_again")
+                copies[node].meta["custom"] = late[0].meta.get("custom")
+        for reader in late:
+            for source in early.intersection(reader.all_input_nodes):
+                reader.replace_input_with(source, copies[source])
+        self.record(copies[gather.start], f"{', '.join(gather.names[:3])}{', ...' if gather.names[3:] else ''} gathered again")
+
+    def _start_behind(self, earlier: _Gather, gather: _Gather, backward: fx.Node) -> None:
+        """Start a gather behind the wait of the one before it, one of the backward behind the forward."""
+        behind = max(earlier.wait, backward) if backward < gather.start else earlier.wait
+        nodes = [node for node in gather.nodes if not gather.start < node]
+        if behind < nodes[0] and behind.next is not nodes[0]:
+            for node in reversed(nodes):
+                behind.append(node)
+            self.record(gather.start, f"{', '.join(gather.names[:3])}{', ...' if gather.names[3:] else ''} behind {behind.name}")
+
+
+@dataclass
+class _Gather:
+    """One gather: all nodes that make whole parameters of rows, in order, and other views of those, or other dtypes.
+
+    Attributes:
+        start, wait: of the collective.
+        names: of the parameters.
+    """
+
+    start: fx.Node
+    wait: fx.Node
+    nodes: list[fx.Node]
+    names: list[str]
+
+
+@dataclass
+class _Sum:
+    """The sum of a group's gradients: its collective, and all nodes that carry it."""
+
+    start: fx.Node
+    nodes: list[fx.Node] = field(default_factory=list)
+
+    def wait_behind(self, start: fx.Node | None, end: fx.Node) -> None:
+        """Wait behind the start of the next sum; of the last one in front of the end of the step."""
+        moved = [node for node in self.nodes if self.start < node]
+        if start is not None and moved[-1] < start:
+            for node in reversed(moved):
+                start.append(node)
+        elif start is None:
+            for node in moved:
+                end.prepend(node)
+
+
+def _is_gather(node: fx.Node) -> bool:
+    return node.target is c10d.all_gather_into_tensor.default and node.args[0].target is torch.ops.apexfx.flatten_bucket.default
+
+
+def _gathers(gm: fx.GraphModule, group_name: str) -> list[_Gather]:
+    found = []
+    for start in [node for node in gm.graph.nodes if _is_gather(node) and node.args[2] == group_name]:
+        flat = start.args[0]
+        sources = list(flat.args[0])
+        casts = [source for source in sources if source.op != "placeholder"]
+        rows = [source if source.op == "placeholder" else source.args[0] for source in sources]
+        [wait] = [user for user in start.users if is_wait(user)]
+        nodes = [*casts, flat, start, wait, *_followers(wait, (*_COPIES, aten._unsafe_view.default))]
+        for node in nodes:
+            node.meta[WHOLE] = True
+        found.append(_Gather(start, wait, nodes, [row.meta[NAME] for row in rows]))
+    return found
+
+
+def _sums(gm: fx.GraphModule, group_name: str) -> Iterator[_Sum]:
+    for start in gm.graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
+        before, source = [], start.args[0]
+        while source.target in (aten.view.default, *_DIVIDES, aten.reshape.default):
+            before.append(source)
+            source = source.args[0]
+        if source.target is aten._chunk_cat.default and start.args[3] == group_name:
+            [wait] = [user for user in start.users if is_wait(user)]
+            yield _Sum(start, [source, *reversed(before), start, wait, *_followers(wait, (*_DIVIDES, *CASTS))])
+
+
+def _followers(source: fx.Node, also: Sequence[Any]) -> list[fx.Node]:
+    """Return, in order, the nodes that make nothing of a value but a view, or what `also` does."""
+    members, todo = {source}, [source]
+    while todo:
+        for node in todo.pop().users:
+            follows = node.op == "call_function" and (aliases(node) or node.target in also or node.target is operator.getitem)
+            if follows and node not in members and members.issuperset(node.all_input_nodes):
+                members.add(node)
+                todo.append(node)
+    return sorted(members - {source})
+
+
+def _needed(readers: Sequence[fx.Node], members: set[fx.Node]) -> set[fx.Node]:
+    """Return those of `members` that readers read, and all that these are made of."""
+    needed, todo = set(), [source for reader in readers for source in members.intersection(reader.all_input_nodes)]
+    while todo:
+        if (node := todo.pop()) not in needed:
+            needed.add(node)
+            todo += members.intersection(node.all_input_nodes)
+    return needed
