@@ -37,8 +37,8 @@ def measure(path: Path, faults: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("fault,error,begun,calls", [
     ("raise ValueError('no')", "b: ValueError: no", "a b c ", measure),
-    ("os.kill(os.getpid(), signal.SIGSEGV)", "b: was begun 2 times, and its process died or was killed", "a b b c ",
-     lambda path, faults: in_processes(path, measure, path, faults))])  # fmt: skip
+    pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", "b: was begun 2 times, and its process died or was killed", "a b b c ",
+                 lambda path, faults: in_processes(path, measure, path, faults), marks=pytest.mark.long)])  # fmt: skip
 def test_a_fault_is_written_and_the_others_go_on(fault, error, begun, calls, tmp_path):
     path = tmp_path / "rows.json"
     calls(path, {"b": fault})

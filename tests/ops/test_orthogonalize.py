@@ -7,6 +7,7 @@ import torch
 from torch.optim import _muon
 
 from apexfx.ops.orthogonalize import orthogonalize
+from tests.tables import table
 
 SHAPES = (3, 5), (5, 3), (4, 4), (1, 6), (6, 1)
 COEFFICIENTS = 3.4445, -4.775, 2.0315
@@ -25,8 +26,7 @@ def test_the_bits_of_torchs(transposed):
         assert torch.equal(found, _muon._zeropower_via_newtonschulz(m, COEFFICIENTS, 5, 1e-7)) and found.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("num_iterations", [0, 1, 5])
-@pytest.mark.parametrize("transposed", [False, True])
+@table(2, "transposed, num_iterations", [(False, 0), (False, 1), (False, 5), (True, 1), (True, 0), (True, 5)])
 def test_opcheck(transposed, num_iterations):
     torch.library.opcheck(torch.ops.apexfx.orthogonalize.default, (matrices(transposed), *COEFFICIENTS, 1e-7, num_iterations))
 

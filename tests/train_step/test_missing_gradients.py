@@ -132,8 +132,8 @@ def test_heads_that_take_turns_are_corrected_by_their_own_counts(num_heads, scal
     assert len(step.report.graphs) == graphs
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+@table(3, "optimizer, frozen", [(optimizer, frozen) for frozen in (False, True) for optimizer in
+                                (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)])
 def test_what_no_loss_depends_on_is_named_with_what_it_costs(optimizer, frozen, caplog):
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "spare": nn.Linear(4, 4)})
     model["spare"].requires_grad_(not frozen)
