@@ -112,7 +112,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
         groups: what the graph communicates over.
         report: in which the graph is to have its place.
         trains: whether a backward follows.
-        mode: of the model, "train" or "eval".
+        mode: as of `GraphReport`.
     """
     _check_collectives(gm)
     placeholders, reduces = context.placeholders, context.reduce_gradients
@@ -124,7 +124,8 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
                          breaks=tuple(graph_breaks_around(gm)), constants=capture.constants())
     record.recompiled = why_compiled_again(record, report.graphs)
     uuid = cache.uuid(config.describe(), pipeline.passes, {
-        "groups": groups.describe(), "reduce": reduces, "inputs": [[p.name, p.kind] for p in placeholders]})
+        "groups": groups.describe(), "reduce": reduces, "left_out": context.left_out,
+        "inputs": [[p.name, p.kind] for p in placeholders]})
     key = cache.graph_key(uuid, gm) if uuid is not None and config.inner != "eager" else None
     if key is not None:
         record.load_backward = functools.partial(cache.load_stage, key)

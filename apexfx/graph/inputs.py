@@ -99,10 +99,15 @@ def trained_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
         if parameter.op != "placeholder" or not isinstance(parameter.meta.get("desc"), PlainAOTInput):
             written = [copy.args[0].meta.get(NAME) for copy in gm.graph.find_nodes(
                 op="call_function", target=torch.ops.aten.copy_.default) if copy.args[1] is parameter]
-            raise ValueError(f"apexfx: the forward or the loss writes parameter {written[0] if written else parameter.name!r} in "
-                             "place, or a tensor that shares its memory, and a training step as one graph updates it at the end "
-                             "alone; write it between two steps, under torch.no_grad()")
+            raise written_parameter(written[0] if written else parameter.name)
     return list(node.args[0])
+
+
+def written_parameter(name: str) -> ValueError:
+    """Return the error of a training step that writes a parameter before its end."""
+    return ValueError(f"apexfx: the forward or the loss writes parameter {name!r} in place, or a tensor that shares its memory, "
+                      "and a training step as one graph updates it at the end alone; write it between two steps, under "
+                      "torch.no_grad()")
 
 
 def gradients(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> list[Gradient]:

@@ -40,9 +40,11 @@ class Context:
         reduce_gradients: False in the variant for local gradient accumulation.
         is_train_step: the graph is that of a whole training step.
         memory_budget: bytes alive at once in that graph that are enough, or None.
+        left_out: bytes of the optimizer's state, alive as well, that the graph does not take.
         safeguard: a step that is skipped changes nothing at all.
         shards: the parameters that are rows, as they are gathered.
         sharded_over: the group that these are sharded over, or None.
+        has_backward: False of a graph that applies gradients which other graphs have computed.
     """
 
     placeholders: Sequence[Placeholder]
@@ -51,9 +53,11 @@ class Context:
     reduce_gradients: bool
     is_train_step: bool = False
     memory_budget: int | None = None
+    left_out: int = 0
     safeguard: bool = False
     shards: Sequence[ShardGroup] = ()
     sharded_over: dist.ProcessGroup | None = None
+    has_backward: bool = True
 
     @property
     def devices(self) -> list[torch.device]:
@@ -106,7 +110,8 @@ def _recompute(config: TransformConfig, context: Context) -> Pass | None:
     # Under "eager" every op that is computed again is a kernel of its own.
     if not context.is_train_step or config.inner == "eager" and context.memory_budget is None:
         return None
-    return Recompute(placeholders=context.placeholders, budget=context.memory_budget)
+    budget = context.memory_budget
+    return Recompute(placeholders=context.placeholders, budget=budget and max(0, budget - context.left_out))
 
 
 TABLE: tuple[Row, ...] = (
@@ -139,8 +144,10 @@ def schedule(config: TransformConfig, context: Context) -> list[Pass]:
         ValueError: see `check_names`.
     """
     check_names(config, is_train_step=context.is_train_step)
-    built = [row.build(config, context) for row in TABLE if row.pass_type.name not in config.skip]
-    return [p for p in built if p is not None] + [p for p in config.passes if p.name not in config.skip]
+    built = [row.build(config, context) for row in TABLE if row.pass_type.name not in config.skip
+             and (context.has_backward or row.pass_type is UnscaleClipUpdate)]
+    return [p for p in built if p is not None] + [p for p in config.passes if p.name not in config.skip
+                                                  and (context.has_backward or p.stage == "step")]
 
 
 def check_names(config: TransformConfig, *, is_train_step: bool = False) -> None:

@@ -127,17 +127,20 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.2f}"
 
 
-def memory_timeline(gm: fx.GraphModule, placeholders: Sequence[Placeholder], places: NodePlaces) -> MemoryTimeline:
+def memory_timeline(gm: fx.GraphModule, placeholders: Sequence[Placeholder], places: NodePlaces,
+                    left_out: int = 0) -> MemoryTimeline:
     """Return the timeline of a graph.
 
     Args:
         gm: every node has its value in `meta["val"]`.
         placeholders: what is known of its inputs, by the index that AOTAutograd has given them.
         places: where each node belongs.
+        left_out: bytes of the optimizer's state that are alive and that the graph does not take.
     """
     liveness, modules = Liveness(gm), places.module_of
     kinds = kinds_of_memory(gm, liveness, placeholders)
     alive = {kind: liveness.alive(lambda memory: kinds.get(memory, ACTIVATIONS) == kind) for kind in KINDS}
+    alive["optimizer state"] = [bytes_ + left_out for bytes_ in alive["optimizer state"]]
     nodes, total = [node.name for node in liveness.nodes], [sum(column) for column in zip(*alive.values())]
     peak = total.index(max(total)) if nodes else 0
     at = nodes[peak] if nodes else ""

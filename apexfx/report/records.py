@@ -134,7 +134,8 @@ class GraphReport:
         parameters: names of the parameters that enter it.
         local: whether it is the variant without allreduce nodes, which runs inside `no_sync()`, or accumulates the gradients of a
             step's earlier calls.
-        mode: "train" or "eval", the mode of the model; "" where that is not known.
+        mode: "train" or "eval", the mode of the model; "update" of what applies accumulated gradients alone; "" where that is not
+            known.
         inputs: of its inputs, those that are neither parameters, buffers nor state: "x f32[4,8]"; "?" for a dynamic size.
         constants: arguments and attributes of modules that are constants of it: "temperature" -> "0.5", "drop.p" -> "0.1".
         recompiled: the guard that failed, where it is not the first graph of its code.

@@ -101,7 +101,7 @@ def remarks(graphs: Sequence[GraphReport], notes: Sequence[str]) -> list[str]:
         lines += [f"warning: graph {graph.index}, {text}" for _, _, entry in runs([graph])
                   for text in entry.artifacts.remarks or ()]
         if graph.local and any(stage.stage == "step" for stage in graph.stages):
-            lines.append(f"graph {graph.index}: accumulates gradients, for calls of accumulate= before the one that applies them")
+            lines.append(f"graph {graph.index}: accumulates gradients, for calls of accumulate=")
         elif graph.local:
             lines.append(f"graph {graph.index}: the variant without allreduce, for no_sync() and the backward that ends it")
         lines += _backward_remark(graph)

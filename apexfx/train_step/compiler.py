@@ -28,7 +28,7 @@ from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..distributed.agreement import Agreement, Communication, explained
 from ..graph.collectives import group_name, issued
-from ..graph.inputs import Placeholder, apply_node
+from ..graph.inputs import Placeholder, apply_node, written_parameter
 from ..graph.mutation import storages, written, written_storages
 from ..graph.nodes import NAME, PASS, fake_mode, refake_copies, value
 from ..graph.shared_memory import MemoryCheck
@@ -70,7 +70,9 @@ class StepCompiler:
         on_run: called once all ranks have agreed on a graph, when it may change something: before it runs, since Inductor's
             kernels change memory and no version; under inner="eager", before its first node that does, and after the last.
         on_communication: called under inner="eager" before the first node that communicates.
-        on_loss: called before each run, `is_mean` for a loss that is a `Mean`.
+        on_loss: called before each run, with `is_mean` for a loss that is a `Mean`, and `present`, for each parameter whether it
+            has a gradient.
+        states: returns the optimizer's state, which is in memory whether a graph takes it or not.
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
@@ -85,8 +87,9 @@ class StepCompiler:
 
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
-                 on_loss: Callable[..., None], memory_budget: int | None = None, reduce_gradients: bool = True,
-                 safeguard: bool = False, sharded: ShardedModel | None = None, traces: bool = False) -> None:
+                 on_loss: Callable[..., None], states: Callable[[], Sequence[torch.Tensor]] = tuple,
+                 memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
+                 sharded: ShardedModel | None = None, traces: bool = False) -> None:
         self.config = config
         self.report = report
         self.groups = groups
@@ -94,6 +97,7 @@ class StepCompiler:
         self.index = index
         self.sharded = sharded
         self.on_run, self.on_communication, self.on_loss = on_run, on_communication, on_loss
+        self.states = states
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
         self.safeguard = safeguard
@@ -120,10 +124,15 @@ class StepCompiler:
         _check_no_backward(gm)
         check_functions(gm)
         leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
+        reached = _reached(gm)
         by_forward = _written_by_forward(gm, placeholders)
+        if not self.reduce_gradients:
+            _check_unwritten(gm, by_forward)
         is_mean = self._is_mean(gm, placeholders)
         if is_mean and not self.reduce_gradients:
             self._share_counts(gm)
+        taken = set(map(id, example_inputs))
+        left_out = sum(state.nbytes for state in self.states() if id(state) not in taken)
         shards: dict[int, Any] = {}
         if self.sharded is not None:
             shards = self.sharded.shards(example_inputs)
@@ -131,10 +140,11 @@ class StepCompiler:
             example_inputs = _with_rows(example_inputs, shards, fake_mode(gm.graph))
         # The forward passes.
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
-                                 is_train_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard,
-                                 shards=self.sharded.groups(shards) if shards else (), sharded_over=self.groups.shards)
+                                 is_train_step=True, memory_budget=self.memory_budget, left_out=left_out,
+                                 safeguard=self.safeguard, shards=self.sharded.groups(shards) if shards else (),
+                                 sharded_over=self.groups.shards, has_backward=_backward(gm) is not None)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
-                        mode=self.index.mode())
+                        mode=self.index.mode() if context.has_backward else "update")
         if composed := compose_norms(gm):
             self.report.note(f"apexfx: the loss holds a derivative of a derivative, so {', '.join(composed)} is composed of ops: "
                              "torch's own third derivative of it is wrong")
@@ -151,11 +161,11 @@ class StepCompiler:
             self.on_communication()
 
         # AOTAutograd, the passes of backward and step, and code.
-        step_passes = StepPasses(graph, present, self.on_run, before_communicating)
+        step_passes = StepPasses(graph, present, left_out, self.on_run, before_communicating)
         if self.traces:
             return self._keeping(graph, step_passes)
-        own = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]
-        own.target = _traced_gradients if shards else _numbered_gradients
+        if (backward := _backward(gm)) is not None:
+            backward.target = _traced_gradients if shards else _numbered_gradients
         compiled = graph.compile(step_passes, self.report)
         self._check_budget(graph.record)
         warn_unmatched(self.report)
@@ -163,12 +173,14 @@ class StepCompiler:
         check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
         return self._guarded(compiled, before_communicating, waits, check_memory, leaves,
-                             functools.partial(self.on_loss, is_mean=is_mean), shards)
+                             functools.partial(self.on_loss, is_mean=is_mean, present=reached), shards)
 
     def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                          example_inputs: Sequence[Any]) -> list[Placeholder]:
         """Refuse other leaves than those that are updated; return those of the batch, whose gradients are not computed."""
-        loss, trained = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1].args[:2]
+        if (backward := _backward(gm)) is None:
+            return []
+        loss, trained = backward.args[:2]
         reached = set(map(id, leaves_of(value(loss)))) - {id(value(node)) for node in trained}
         others = [p for p, node in zip(placeholders, gm.graph.find_nodes(op="placeholder")) if id(value(node)) in reached]
         of_batch = [p for p in others if is_of_batch(p, example_inputs[p.index])]
@@ -229,9 +241,9 @@ class StepCompiler:
                 check_leaf(leaf.name, args[leaf.index])
             if check_memory is not None:
                 check_memory(args)
+            on_loss()
             if not self._runs:
                 raise NotRun
-            on_loss()
             with waits():
                 if self.config.inner != "eager":
                     before_communicating()
@@ -247,7 +259,7 @@ class StepCompiler:
     def _keeping(self, graph: RewrittenGraph, other_stages: StepPasses) -> Callable[..., Any]:
         """Return what keeps a graph, its nodes marked by the op that they belong to, and those of the backward as such."""
         gm, outputs = graph.gm, []
-        grad = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]
+        grad = _backward(gm)
         for node in gm.graph.output_node().args[0]:
             while isinstance(node, fx.Node) and is_inserted_cast(node):
                 node = node.args[0]
@@ -283,18 +295,38 @@ def _written_by_forward(gm: fx.GraphModule, placeholders: Sequence[Placeholder])
             if placeholders[place].stride is not None and storages(value(node)) & memory]
 
 
-def _applied(gm: fx.GraphModule) -> tuple[Sequence[fx.Node], Sequence[fx.Node | None], list[int]]:
-    """Return the parameters that a step updates, their gradients, and the places of all inputs that it writes at its end.
+def _backward(gm: fx.GraphModule) -> fx.Node | None:
+    """Return the node that computes the gradients of a captured graph; the objective may have others. None in `run_update`."""
+    return next(reversed(gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)), None)
+
+
+def _reached(gm: fx.GraphModule) -> list[bool]:
+    """Return for each parameter whether the loss depends on it; [] of a graph without a backward.
 
     Raises:
         ValueError: a gradient is sparse.
     """
+    if (backward := _backward(gm)) is None:
+        return []
+    for p, gradient in zip(backward.args[1], value(backward)):
+        if gradient is not None and gradient.layout != torch.strided:
+            raise sparse_gradient(p.meta[NAME])
+    return [gradient is not None for gradient in value(backward)]
+
+
+def _check_unwritten(gm: fx.GraphModule, by_forward: Sequence[int]) -> None:
+    """Refuse a graph that writes parameters and does not apply their gradients: one that does is refused where it does."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    for node in (nodes[place] for place in by_forward):
+        if node in _backward(gm).args[1]:
+            raise written_parameter(node.meta[NAME])
+
+
+def _applied(gm: fx.GraphModule) -> tuple[Sequence[fx.Node], Sequence[fx.Node | None], list[int]]:
+    """Return the parameters that a step updates, their gradients, and the places of all inputs that it writes at its end."""
     if (node := apply_node(gm)) is None:
         return (), (), []
     params, grads, slots = node.args[:3]
-    for p, gradient in zip(params, grads):
-        if gradient is not None and value(gradient).layout != torch.strided:
-            raise sparse_gradient(p.meta[NAME])
     updated = {*params, *slots}
     return params, grads, [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p in updated]
 
@@ -304,16 +336,18 @@ class StepPasses(BackwardPasses):
 
     Args:
         present: for each parameter, whether it had a gradient when the graph was captured; [] where none is applied.
+        left_out: bytes of the optimizer's state that the graph does not take.
         on_change, on_communication: under inner="eager", called when the graph is about to write an input, or to communicate,
             for the first time.
     """
 
     is_train_step = True
 
-    def __init__(self, graph: RewrittenGraph, present: Sequence[bool], on_change: Callable[[], None],
+    def __init__(self, graph: RewrittenGraph, present: Sequence[bool], left_out: int, on_change: Callable[[], None],
                  on_communication: Callable[[], None]) -> None:
         super().__init__(graph.pipeline, graph.record, graph.placeholders, graph.uuid, graph.key)
-        self._present, self._on_change, self._on_communication = present, on_change, on_communication
+        self._present, self._left_out = present, left_out
+        self._on_change, self._on_communication = on_change, on_communication
 
     def __call__(self, graph: fx.Graph) -> None:
         if self._user_pass is not None:
@@ -327,7 +361,7 @@ class StepPasses(BackwardPasses):
         self._check_gradients(gm)
         _mark_sums(gm)
         self._record.backward = self._pipeline.run("step", gm, inputs=random_inputs(gm))
-        self._record.backward.memory = memory_timeline(gm, self._placeholders, self._record.backward.places)
+        self._record.backward.memory = memory_timeline(gm, self._placeholders, self._record.backward.places, self._left_out)
         return self._record.backward
 
     def on_forward(self, gm: fx.GraphModule) -> None:
@@ -407,7 +441,8 @@ def _check_no_backward(gm: fx.GraphModule) -> None:
     Dynamo traces it as `torch.autograd.grad`, whose results it copies into new memory laid out as the leaves; without that, an
     objective may differentiate.
     """
-    *others, own = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)
+    own = _backward(gm)
+    others = [grad for grad in gm.graph.find_nodes(op="call_function", target=torch.autograd.grad) if grad is not own]
     for item in (item for grad in others for item in grad.users if item.target is operator.getitem):
         copied_to = [user.args[0] for user in item.users if user.target == "copy_"]
         laid_out_as = {new.args[0] for new in copied_to if new.target is torch.empty_like}

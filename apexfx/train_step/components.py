@@ -75,7 +75,7 @@ class CallGraphs(Protocol):
         """Run a call, which accumulates gradients alone or applies them, and return what its function does."""
 
     def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Compile the graph that applies gradients, and run nothing."""
+        """Compile what a call that applies gradients runs, and run nothing."""
 
     def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
-        """Return that graph after all passes, for this batch alone, and its inputs; run nothing."""
+        """Return the graph of a whole step after all passes, for this batch alone, and its inputs; run nothing."""

@@ -59,7 +59,7 @@ def compose_norms(gm: fx.GraphModule) -> list[str]:
 
 def _inner_derivatives(gm: fx.GraphModule) -> list[fx.Node]:
     """Return the derivatives that the loss holds: all but the last, the step's own."""
-    *others, _ = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)
+    others = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[:-1]
     return [*(grad for grad in others if grad.kwargs.get("create_graph")),
             *gm.graph.find_nodes(op="call_function", target=functorch_grad)]
 

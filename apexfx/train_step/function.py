@@ -75,7 +75,7 @@ def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str,
     if inputs.calls > 1:
         grads = add_accumulated(inputs, grads, weighted)
         clear_accumulated(inputs.buffers, inputs.means)
-    return loss, rest, *apply_gradients(inputs, grads, weighted)
+    return loss, rest, weighted and weighted.mean, *apply_gradients(inputs, grads, weighted and weighted.count)
 
 
 def run_accumulate(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
@@ -87,20 +87,35 @@ def run_accumulate(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dic
     return loss, rest, *accumulate_gradients(inputs, grads, weighted)
 
 
+def run_update(inputs: StepInputs, present: tuple[bool, ...], is_mean: bool) -> tuple[Any, ...]:
+    """Apply the gradients that calls have accumulated; return as `apply_gradients`.
+
+    Args:
+        present: for each parameter whether it has one.
+        is_mean: whether the losses were each a `Mean`.
+    """
+    _check_traced()
+    grads = [buffer.to(p.dtype) if here else None for p, buffer, here in zip(inputs.params, inputs.buffers, present)]
+    return apply_gradients(inputs, grads, inputs.means[1] if is_mean else None)
+
+
 def run_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
     """Return the loss, what else there was, and the gradients of the scaled loss; change nothing but what the forward writes."""
     _check_traced()
     return compute_gradients(inputs, batch, named_inputs)[:3]
 
 
-def apply_gradients(inputs: StepInputs, grads: list[Tensor | None], weighted: Weighted | None,
-                    ) -> tuple[Tensor | None, Tensor, Tensor, tuple[bool, ...], list[Tensor]]:
-    """Do what the plan says; return the mean of a loss that is one, whether the step is skipped, the norm, which parameters have
-    a gradient, and those that leave the step.
+def apply_gradients(inputs: StepInputs, grads: list[Tensor | None],
+                    count: Tensor | None) -> tuple[Tensor, Tensor, tuple[bool, ...], list[Tensor]]:
+    """Do what the plan says; return whether the step is skipped, the norm, which parameters have a gradient, and those that
+    leave the step.
+
+    Args:
+        count: of how many the loss is a mean, 0-d, if it is a `Mean`.
     """
     skip, norm, gradients = torch.ops.apexfx.apply_gradients.default(
-        inputs.params, grads, inputs.slots, inputs.plan, *([] if weighted is None else [weighted.count]))
-    return weighted and weighted.mean, skip, norm, tuple(g is not None for g in grads), gradients
+        inputs.params, grads, inputs.slots, inputs.plan, *([] if count is None else [count]))
+    return skip, norm, tuple(g is not None for g in grads), gradients
 
 
 class NotCompiled(RuntimeError):

@@ -87,7 +87,7 @@ class StepInPieces(StepGraphs):
             if any(g is not None for g in grads):
                 self._state.note_change()
             clear_accumulated(inputs.buffers, inputs.means)
-            return loss, rest, *apply_gradients(inputs, grads, weighted)
+            return loss, rest, weighted and weighted.mean, *apply_gradients(inputs, grads, weighted and weighted.count)
 
     def _gradients(self, pieces: _CompiledForward, inputs: StepInputs, batch: tuple[Any, ...],
                    named: dict[str, Any], *, ends: bool) -> tuple[Tensor, Any, list[Tensor | None], Weighted | None]:

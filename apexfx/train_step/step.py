@@ -212,9 +212,9 @@ class TrainStep:
             inputs = StepInputs(self.model, self.objective, **state.inputs())
             plan = registered(lists.plan.of_calls(num_calls))
             inputs.plan = plan.text
-            applied = apply_gradients(inputs, grads, weighted)
+            applied = apply_gradients(inputs, grads, weighted and weighted.count)
             clear_accumulated(lists.buffers, state.mean.sums)
-            self._note_applied(*applied)
+            self._note_applied(weighted and weighted.mean, *applied)
         self._after_call(updated=True)
 
     def _after_call(self, *, updated: bool) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,11 @@ from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..random_state import forked_random
 from ..report.data import Report
+from .accumulation import clear_accumulated
 from .compiler import NotRun, StepCompiler
 from .components import StepParts
 from .errors import calls_backward, capture_errors
-from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step
+from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
 from .inputs import StepInputs
 from .model import StepModel, check_contexts, warn_of_eval_mode
 from .state import TrainingState
@@ -68,8 +69,13 @@ class StepGraphs:
         self._make_compiler = functools.partial(
             StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
             index=parts.index, sharded=parts.sharded, on_run=state.note_change, on_communication=state.note_communication,
-            on_loss=state.mean.check, memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None)
-        self._updates, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
+            on_loss=self._before_run, states=lambda: state.lists.tensors, memory_budget=parts.options.memory_budget,
+            safeguard=parts.safeguard is not None)
+        self._steps, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
+        self._updates = self._variant(run_update, on_loss=_nothing)
+        self._updates_apart = parts.options.accumulate > 1 and parts.groups.gradients is None
+        self._ends = False  # the call under way ends an accumulation
+        self._known: set[tuple[Any, ...]] = set()  # updates that were compiled
         self._settings = _dynamo_settings()
         self._patch = dynamo_config.patch(self._settings)  # making one costs more than entering it
 
@@ -80,22 +86,52 @@ class StepGraphs:
         return _Variant(compiler, compiling, run_cached_graphs(compiling))
 
     def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
-        """Run a call: `run_accumulate` where it accumulates gradients alone, else `run_step`; return what that does."""
+        """Run a call: `run_accumulate` where it accumulates gradients alone, else `run_step`; return what that does.
+
+        Where no gradient is reduced, `run_accumulate` and `run_update` do what `run_step` does: forward and backward are compiled
+        once for all calls of an accumulation.
+        """
         check_contexts()
-        variant = self._accumulates if accumulates else self._updates
+        self._ends = not accumulates
+        if accumulates or not self._updates_apart:
+            return self._run(self._accumulates if accumulates else self._steps, batch, named)
+        loss, rest, mean, present = self._run(self._accumulates, batch, named)
+        applied = self._run(self._updates, self._with_earlier(present), mean is not None)
+        clear_accumulated(self._state.lists.buffers, self._state.mean.sums)
+        return loss, rest, mean, *applied
+
+    def _run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         if not variant.compiler.not_run:  # a first run is one that more is looked at around
             with contextlib.suppress(NotCompiled):
-                return self._run_cached(variant, batch, named)
-        return self._compile_and_run(variant, batch, named)
+                return self._run_cached(variant, *args)
+        return self._compile_and_run(variant, *args)
+
+    def _before_run(self, *, is_mean: bool, present: Sequence[bool]) -> None:
+        """Refuse a loss of another kind, and compile what applies the gradients of this call, before it changes anything."""
+        self._state.mean.check(is_mean=is_mean)
+        if self._ends and self._updates_apart:
+            present = self._with_earlier(present)
+            key = self._state.lists.plan.text, present, is_mean
+            if key not in self._known:
+                with self._compiling(), contextlib.suppress(NotRun), self._updates.compiler.without_running():
+                    self._updates.compiling(self._inputs(self._parts.model), present, is_mean)
+                self._known.add(key)
+
+    def _with_earlier(self, present: Sequence[bool]) -> tuple[bool, ...]:
+        """Return for each parameter whether this call, or an earlier one that accumulated, has a gradient of it."""
+        accumulated = self._state.accumulated
+        return tuple(here or id(p) in accumulated for p, here in zip(self._state.lists.params, present))
 
     def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Compile the one graph that ends an accumulation, and run nothing."""
+        """Compile what ends an accumulation, and run nothing."""
         check_contexts()
-        with contextlib.suppress(NotRun), forked_random(), self._updates.compiler.without_running():
-            self._compile_and_run(self._updates, batch, named)
+        self._ends = True
+        variant = self._accumulates if self._updates_apart else self._steps
+        with contextlib.suppress(NotRun), forked_random(), variant.compiler.without_running():
+            self._compile_and_run(variant, batch, named)
 
     def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
-        """Return the graph that ends an accumulation after all passes, for this batch alone, and its inputs; run nothing.
+        """Return the graph of a whole step after all passes, for this batch alone, and its inputs; run nothing.
 
         This rank talks to no other. The report does not have the graph.
 
@@ -109,7 +145,7 @@ class StepGraphs:
     def _inputs(self, model: nn.Module) -> StepInputs:
         return StepInputs(model, self._parts.objective, **self._state.inputs())
 
-    def _run_cached(self, variant: _Variant, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    def _run_cached(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         """Run the graph that has run for such a call before; nothing is looked at that its guards see.
 
         Raises:
@@ -120,28 +156,34 @@ class StepGraphs:
         try:  # no `with torch.no_grad()`, whose methods are Python's: an interrupt in them would leave it on
             set_grad_enabled(False)
             with self._parts.step_model.traceable(cached=True) as model:
-                return variant.cached(self._inputs(model), batch, named)
+                return variant.cached(self._inputs(model), *args)
         finally:
             set_grad_enabled(recorded)
 
-    def _compile_and_run(self, variant: _Variant, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    def _compile_and_run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         warn_of_eval_mode(self._parts.model, self._parts.report)
         self._state.prepare()
-        if self._parts.options.config.inner == "cudagraphs":
-            self._fix_addresses()
         gradients = grad_versions(params := self._state.inputs()["params"])
         self._state.keep_buffers()
-        is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         of_program: list[Exception] = []
-        with PROGRESS.compiling("Dynamo captures the step"), contextlib.nullcontext() if is_set else self._patch, \
-                guard_classes(), torch.no_grad(), capture_errors(of_program), self._parts.step_model.traceable() as model:
-            outputs = variant.compiling(self._inputs(model), batch, named)
+        with self._compiling(of_program), self._parts.step_model.traceable() as model:
+            outputs = variant.compiling(self._inputs(model), *args)
         if of_program:
-            self._parts.step_model.run_in_eager(self._parts.objective, batch, named)
+            self._parts.step_model.run_in_eager(self._parts.objective, *args)
             raise of_program[0]  # eager raises nothing
         if grad_versions(params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
         return outputs
+
+    @contextlib.contextmanager
+    def _compiling(self, of_program: list[Exception] | None = None) -> Iterator[None]:
+        """Have Dynamo compile what is called in this context; `of_program` as of `capture_errors`."""
+        if self._parts.options.config.inner == "cudagraphs":
+            self._fix_addresses()
+        is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
+        with PROGRESS.compiling("Dynamo captures the step"), contextlib.nullcontext() if is_set else self._patch, \
+                guard_classes(), torch.no_grad(), capture_errors(of_program):
+            yield
 
     def _fix_addresses(self) -> None:
         """Have Inductor know that what a step writes stays where it is: else it records no CUDA graph, and tells a log alone.

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.passes.infra.pass_base import PassResult
 
 import apexfx
 from apexfx.optimizers import FusedNovoGrad
@@ -145,11 +146,50 @@ def test_a_flush_that_overflows_is_skipped():
     assert_same(step.model.state_dict(), before)
 
 
+class Fails(apexfx.Pass):
+    """A pass that fails while it is told to."""
+
+    name, stage, fails = "fails", "step", False
+
+    def call(self, gm):
+        if self.fails:
+            raise ValueError("as it was told")
+        return PassResult(gm, False)
+
+
+def test_an_update_that_does_not_compile_has_changed_nothing():
+    fails, data = Fails(), batches(4)
+    step = make(AdamW, accumulate=2, passes=[fails])
+    step(*data[0])
+    fails.fails = True
+    with pytest.raises(ValueError, match="as it was told"):
+        step(*data[1])
+    fails.fails = False
+    for batch in data[1:]:
+        step(*batch)
+    assert_same(step.model.state_dict(), eager(data, AdamW, accumulate=2)[0].state_dict(), **ROUNDING)
+    assert len(step.report.graphs) == 2
+
+
+class WritesWeight(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_a_parameter_that_a_call_writes_is_refused_before_it_accumulates():
+    step = make(model=nn.Sequential(WritesWeight(8, 3)), accumulate=2)
+    with pytest.raises(ValueError, match="writes parameter '0.weight' in place"):
+        step(*batches(1)[0])
+
+
 def test_the_report_of_an_accumulating_step_says_what_its_graphs_are_for():
     step = make(accumulate=2)
     for batch in batches(2):
         step(*batch)
-    assert str(step.report).count("graph 0: accumulates gradients, for calls of accumulate= before") == 1
+    assert str(step.report).count("graph 0: accumulates gradients, for calls of accumulate=") == 1
+    assert "graph 1: update" in str(step.report)
     assert "no_sync" not in str(step.report)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import apexfx
@@ -40,7 +41,13 @@ def test_accumulated_gradients_of_parameters_that_few_calls_use(optimizer):
     assert torch.equal(step.model.unused.weight, Heads().unused.weight)
 
 
-@table(1, "options", [{"max_grad_norm": 1e9}, {"loss_scale": "dynamic"}, {"skip": ["update_early"]}], ids=str)
+def breaking(model, inputs, targets):
+    loss = F.mse_loss(model(*inputs), targets)
+    return loss * 2 if loss.item() > 1000 else loss
+
+
+@table(2, "options", [{"max_grad_norm": 1e9}, {"objective": breaking, "fallback": "transform"}, {"loss_scale": "dynamic"},
+                      {"skip": ["update_early"]}], ids=str)
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_what_one_call_has_gathered_alone_is_applied_whatever_comes_first(options, inner):
     """Inductor drops the copy of a buffer that is emptied before its end."""
