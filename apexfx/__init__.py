@@ -23,7 +23,9 @@ from .report import Report as Report
 from .splits import Splits as Splits
 from .splits import check_splits as check_splits
 from .train_step import EMA as EMA
+from .train_step import Part as Part
 from .train_step import Safeguard as Safeguard
+from .train_step import Slot as Slot
 from .train_step import TrainStep as TrainStep
 from .train_step import train_step as train_step
 from .train_step.errors import NotOneGraph as NotOneGraph

@@ -57,6 +57,7 @@ _RECOMPUTE = ("tests/passes/test_recompute.py",)
 _CASTS = ("tests/passes/test_cancel_casts.py",)
 _CHANGES = ("tests/train_step/test_missing_gradients.py", "tests/train_step/test_optimizer_changes.py",
             "tests/train_step/test_model_changes.py", "tests/train_step/test_failed_calls.py")
+_PARTS = ("tests/train_step/test_parts.py",)
 _SHARED = ("tests/train_step/test_shared_memory.py",)
 _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
          *_CHANGES)
@@ -209,6 +210,12 @@ FAULTS = (
           ("tests/distributed/test_safeguard.py::test_one_poisoned_rank_has_all_skip",)),
     Fault("a spike leaves the loss scale alone", "train_step/parts/loss_scale.py",
           "if self.may_be_spike else []", "if False else []", _SAFEGUARD),
+    Fault("what a part of a user's own keeps stays in a skipped step", "train_step/parts/own.py",
+          "for tensor in own] if end.skip is not None else []", "for tensor in own] if False else []", _PARTS),
+    Fault("clipping measures what a part has set", "train_step/parts/norm.py",
+          "        if end.replaced:", "        if False:", _PARTS),
+    Fault("what an attribute of a part says is no constant that the graph does not know of", "train_step/parts/own.py",
+          "    if vars(part).keys() - fields:", "    if False:", _PARTS),
     Fault("a skipped norm is not in the average", "train_step/parts/safeguard.py",
           "left_out, more = skipped | ~norm.isfinite(),", "left_out, more = ~norm.isfinite(),", _SAFEGUARD),
     Fault("a buffer that the forward replaces is put back", "train_step/kept_buffers.py",

@@ -32,9 +32,9 @@ def test_what_is_reached_for_is_imported():
 def test_only_what_is_promised_is_shown():
     assert [name for name in dir(apexfx) if not name.startswith("__")] == [
         "BucketConfig", "BucketPlan", "EMA", "LoopCheck", "Match", "Mean", "NonFiniteError", "NotOneGraph",
-        "Pass", "PassError",
+        "Part", "Pass", "PassError",
         "RankFailureError", "RankMismatchError", "ReplicaMismatchError", "Report",
-        "Safeguard", "Splits", "TrainStep", "UnsynchronizedGradientError", "amp", "buckets", "check_loop", "check_splits",
+        "Safeguard", "Slot", "Splits", "TrainStep", "UnsynchronizedGradientError", "amp", "buckets", "check_loop", "check_splits",
         "compare", "compat",
         "fp16_utils", "graph", "last_report", "multi_tensor_apply", "normalization", "ops", "optimizers", "parallel",
         "train_step", "transform",

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 from filelock import FileLock, Timeout
@@ -53,11 +54,26 @@ def pass_digest(pass_: Pass) -> str | None:
     if type(pass_).options is Pass.options:
         options = {name: option for name, option in vars(pass_).items() if name != "matches"}
     try:
-        files = [Path(inspect.getfile(cls)) for cls in type(pass_).__mro__[: type(pass_).__mro__.index(Pass)]]
-        source = "".join(file.read_text() for file in files)  # whole files: a pass calls its neighbours
-        return hashlib.sha256((source + json.dumps(options, sort_keys=True)).encode()).hexdigest()
+        return hashlib.sha256((_source(type(pass_), Pass) + json.dumps(options, sort_keys=True)).encode()).hexdigest()
     except (OSError, TypeError):
         return None
+
+
+def source_digest(cls: type, base: type) -> str:
+    """Return a hash of the source of a user's class below `base`; what no other process has where it cannot be read."""
+    try:
+        source = _source(cls, base)
+    except (OSError, TypeError):
+        source = _NOT_READ
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+_NOT_READ = uuid4().hex
+
+
+def _source(cls: type, base: type) -> str:
+    """Return the text of whole files: a class calls its neighbours."""
+    return "".join(Path(inspect.getfile(each)).read_text() for each in cls.__mro__[: cls.__mro__.index(base)])
 
 
 def uuid(config: dict[str, Any], passes: Sequence[Pass], facts: dict[str, Any]) -> str | None:

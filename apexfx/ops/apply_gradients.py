@@ -49,7 +49,7 @@ class Plan:
     @functools.cached_property
     def text(self) -> str:
         """The plan as a reader, and the keys of caches, see it: the parts with their constants, then the slots."""
-        parts = [*map(str, self.parts), *(["Gradients()"] if self.keeps_gradients else [])]
+        parts = [*(part.key for part in self.parts), *(["Gradients()"] if self.keeps_gradients else [])]
         return " | ".join([*parts, f"slots: {', '.join(_runs(self.slots)) or 'none'}"])
 
     def of_calls(self, calls: int) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ class EndOfStep:
         count: of how many the loss is a mean, 0-d; None where it is no `Mean`.
         scale, inverse: what the loss was multiplied with, and what unscales its gradients; None where nothing does.
         clip: what gradients are multiplied with besides, or None.
-        norm, norms: of all unscaled gradients before clipping, and of each that is not None; None where nothing measures it.
+        norm, present_norms: of all unscaled gradients, as the backward made them, and of each that is not None; None where
+            nothing measures it.
+        replaced: whether a part has set other gradients.
         found_inf: 1 where a gradient is not finite, float32, 0-d; None where that skips nothing.
         fault: 1 where one is not, or their norm is a spike: what skips are counted by; or None.
         empty: 1 where the loss is a mean of nothing, which skips the step, too, and is no fault; None where it is no `Mean`.
@@ -38,7 +40,8 @@ class EndOfStep:
                  count: Tensor | None = None) -> None:
         self.params, self.grads, self._slots, self.count = list(params), list(grads), slots, count
         self.updated, self.counted = list(params), set()
-        self.scale = self.inverse = self.clip = self.norm = self.norms = self.found_inf = self.fault = None
+        self.scale = self.inverse = self.clip = self.norm = self.present_norms = self.found_inf = self.fault = None
+        self.replaced, self._dtypes = False, [None if g is None else g.dtype for g in grads]
         self.empty = (count == 0).float() if count is not None else None
 
     def slot(self, name: str) -> Tensor:
@@ -58,6 +61,28 @@ class EndOfStep:
     def present(self) -> list[int]:
         """The places of the parameters that have a gradient."""
         return [place for place, g in enumerate(self.grads) if g is not None]
+
+    @functools.cached_property
+    def norms(self) -> Tensor:
+        """The norm of the unscaled gradient of each parameter, before clipping, in one vector; 0 where it has none."""
+        if self.present_norms is None:
+            raise ValueError("apexfx: a part reads norms of gradients that nothing measures; give its class reads_norms = True")
+        if len(self.present) == len(self.grads):
+            return self.present_norms
+        norms, following = [], 0
+        for place, g in enumerate(self.grads):
+            norms.append(self.present_norms.new_zeros(1) if g is None else self.present_norms[following:following + 1])
+            following += g is not None
+        return torch.cat(norms)
+
+    def tensors_of(self, names: Collection[str]) -> list[Tensor]:
+        """Return the tensors of these slots."""
+        held = [self._slots[name] for name in self._slots if name in names]
+        return [tensor for each in held for tensor in (each.values() if isinstance(each, dict) else [each])]
+
+    def tensors_but(self, names: Collection[str]) -> list[Tensor]:
+        """Return all other tensors: parameters, masters, gradients, and the other slots."""
+        return [*self.params, *(g for g in self.grads if g is not None), *self.tensors_of(self._slots.keys() - set(names))]
 
     @property
     def skip(self) -> Tensor | None:
@@ -87,7 +112,7 @@ class EndOfStep:
         """Have others in the place of what `gradients()` returned."""
         if [g is None for g in grads] != [g is None for g in self.grads]:
             raise ValueError("apexfx: a part of the step sets gradients of other parameters than have one; None stays None")
-        self.grads, self.scale, self.inverse, self.clip, self.norm, self.norms = list(grads), None, None, None, None, None
+        self.grads, self.scale, self.inverse, self.clip, self.replaced = list(grads), None, None, None, True
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
         for factor in (self.inverse, self.clip):
@@ -98,7 +123,8 @@ class EndOfStep:
     def kept(self) -> list[Tensor]:
         """Return the unscaled and clipped gradients for the caller to keep: memory of their own, in no bucket and no buffer."""
         scales = self.inverse is not None or self.clip is not None
-        return [self._unscaled(g) if scales else g.clone() for g in self.grads if g is not None]
+        return [(self._unscaled(g) if scales else g.clone()).to(dtype)
+                for g, dtype in zip(self.grads, self._dtypes) if g is not None]
 
 
 def run(plan: Plan, params: Sequence[Tensor], grads: Sequence[Tensor | None], slots: Sequence[Tensor],
@@ -122,16 +148,14 @@ def run(plan: Plan, params: Sequence[Tensor], grads: Sequence[Tensor | None], sl
     """
     present = present_of(grads)
     end = EndOfStep(params, grads, named_slots(plan.slots, slots), count)
-    norm = None
     for part in plan.parts:
         part.apply(end)
-        norm = norm if norm is not None else end.norm
     gradients = end.kept() if plan.keeps_gradients else []
     for part in reversed(plan.parts):
         part.finish(end)
     full = functools.partial(torch.full, (), device=present[0].device)
     return (end.reported if end.reported is not None else full(0.0, dtype=torch.float32),
-            norm if norm is not None else full(math.nan, dtype=norm_dtype(present)), gradients)
+            end.norm if end.norm is not None else full(math.nan, dtype=norm_dtype(present)), gradients)
 
 
 def named_slots(slots: Sequence[tuple[str, int | None]], tensors: Sequence[Tensor]) -> dict[str, Any]:

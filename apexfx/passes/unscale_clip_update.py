@@ -53,7 +53,7 @@ class UnscaleClipUpdate(Pass):
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
             skip, norm, gradients = inline(gm.graph, run, (plan, params, own, slots, *count), like=node, mode=mode)
-        skip.meta[SKIP] = bool(count) or any(getattr(part, "skips", False) for part in plan.parts)
+        skip.meta[SKIP] = bool(count) or any(getattr(part, "may_skip", False) for part in plan.parts)
         for user in list(node.users):
             place = user.args[1]
             if place == 2:

@@ -71,8 +71,7 @@ def options_text(config: dict[str, Any]) -> str:
     shown += [name for name in ("sync_bn", "ddp", "safeguard") if config.get(name)]
     named = ("dtype", "inner", "inner_options", "precision", "passes", "skip", "loss_scale", "max_grad_norm", "accumulate")
     shown += [f"{name}={config[name]}" for name in named if config.get(name)]
-    if config.get("ema"):
-        shown.append(f"ema={config['ema']['decay']}")
+    shown += config.get("parts", ())
     if config.get("verify", "off") != "off":
         shown.append(f"verify={config['verify']}")
     return ", ".join(shown)

@@ -21,6 +21,9 @@ from torch import nn
 from .function import SupervisedObjective
 from .options import StepOptions, check_what_is_trained
 from .parts.ema import EMA as EMA
+from .parts.own import with_own
+from .parts.part import Part as Part
+from .parts.part import Slot as Slot
 from .parts.safeguard import Event as Event
 from .parts.safeguard import Safeguard as Safeguard
 from .step import TrainStep as TrainStep
@@ -31,7 +34,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
                objective: Callable[..., Any] | None = None, loss_scale: float | str | None = None,
                max_grad_norm: float | None = None, accumulate: int = 1, keep_grads: bool = False,
                memory_budget: int | None = None, fallback: str | None = None, safeguard: Safeguard | bool | None = None,
-               ema: EMA | None = None, modules: Sequence[nn.Module] = (),
+               ema: EMA | None = None, parts: Sequence[Part] = (), modules: Sequence[nn.Module] = (),
                **options: Any) -> TrainStep:
     """Return a callable that runs a whole training step of `model` as one graph.
 
@@ -64,12 +67,14 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
             are computed again in the backward. None: under Inductor wherever that lowers the peak, and never under "eager".
         fallback: "transform" runs a step that cannot be captured as one graph in pieces: the model as `apexfx.transform` would,
             the rest op by op; a warning and the report say so. It goes with no part of the step's graph: safeguard, ema,
-            memory_budget, passes of the stage "step". None, the default, raises.
+            parts, memory_budget, passes of the stage "step". None, the default, raises.
         safeguard: True or an `apexfx.Safeguard`: skip a step whose gradients are not finite, or are a spike, at every dtype, and
             leave nothing of it behind; `step.events` says which. Without it only a loss scale skips steps, and what the forward
             wrote stays.
         ema: an `apexfx.EMA`: average the model's parameters after each update, in the same graph; `step.ema_model` is a model of
             the averages.
+        parts: each an `apexfx.Part` of your own, which does something with the gradients or the updated parameters in the same
+            graph; they run in this order, before or behind clipping, or behind the update, as each says.
         modules: what else the optimizer trains, where a loss function or objective that is no module uses it.
         options: those of `apexfx.transform`. `fullgraph=True` makes a rewrite that matches nothing an error; False is refused,
             since a step is one graph.
@@ -80,7 +85,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
         RankMismatchError: ranks hold different models.
     """
     own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "keep_grads": keep_grads,
-           "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard, "ema": ema}
+           "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard,
+           "parts": with_own(parts, EMA.checked(ema))}
     step_options = StepOptions.from_arguments(own, options)
     check_what_is_trained(loss_fn, optimizer, objective)
     return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, step_options, modules)

@@ -13,7 +13,7 @@ from .parts.loss_scale import of_grad_scaler
 
 log = logging.getLogger(__name__)
 
-_ALWAYS, _OF_PARTS = {"model", "optimizer", "scaler", "num_ranks"}, {"safeguard", "ema"}
+_ALWAYS = {"model", "optimizer", "scaler", "num_ranks"}
 
 
 def save(parts: StepParts) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def load(parts: StepParts, state: dict[str, Any]) -> None:
 
 def _checked(parts: StepParts, state: Any) -> dict[str, Any]:
     """Return a state as a step saves it; one that is damaged is refused, and what does not fit is told of."""
-    if not isinstance(state, dict) or set(state) - _OF_PARTS - {"objective"} != _ALWAYS:
+    if not isinstance(state, dict) or not state.keys() >= _ALWAYS:
         kind = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: {sorted(_ALWAYS)}")
     if not isinstance(ranks := state["num_ranks"], int) or ranks < 1:
@@ -63,7 +63,7 @@ def _checked(parts: StepParts, state: Any) -> dict[str, Any]:
     if is_of_step and state["scaler"].keys() != own["scaler"].keys():
         log.warning("apexfx: the state was saved with %s, and this step has loss_scale=%r: what the state lacks begins anew, "
                     "and what the step has no use for is dropped", sorted(state["scaler"]) or "no loss scale", parts.scales)
-    for name in sorted(_OF_PARTS & (state.keys() ^ own.keys())):
+    for name in sorted((state.keys() ^ own.keys()) - _ALWAYS - {"objective"}):
         log.warning("apexfx: the state has nothing of %s=, whose tensors begin anew" if name in own else
                     "apexfx: the state has tensors of %s=, which are dropped; make the step with that to go on with them", name)
     return state

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import TransformConfig, is_number
-from .parts.ema import EMA
+from .parts.part import Part
 from .parts.safeguard import Safeguard
 
 
@@ -27,21 +27,19 @@ class StepOptions:
     memory_budget: int | None = None
     fallback: str | None = None
     safeguard: Safeguard | None = None
-    ema: EMA | None = None
+    parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_numbers()
         if self.safeguard is not None and not isinstance(self.safeguard, Safeguard):
             raise TypeError(f"apexfx: safeguard={self.safeguard!r} was given, expected True, an apexfx.Safeguard, False or None")
-        if self.ema is not None and not isinstance(self.ema, EMA):
-            raise TypeError(f"apexfx: ema={self.ema!r} was given, expected an apexfx.EMA, as apexfx.EMA(decay=0.999), or None")
         if self.fallback not in (None, "transform"):
             raise ValueError(f"apexfx: fallback={self.fallback!r} was given, expected 'transform' or None")
-        in_graph = [name for name in ("safeguard", "ema", "memory_budget") if getattr(self, name) is not None]
+        in_graph = [f"{name}=" for name in ("safeguard", "memory_budget") if getattr(self, name) is not None]
+        in_graph += [str(part) for part in self.parts]
         in_graph += [f"passes=[{pass_.name}, ...]" for pass_ in self.config.passes if pass_.stage == "step"]
         if self.fallback is not None and in_graph:
-            name = in_graph[0] if "=" in in_graph[0] else f"{in_graph[0]}="
-            raise ValueError(f"apexfx: {name} is a part of the step's graph, and fallback='transform' is for a step "
+            raise ValueError(f"apexfx: {in_graph[0]} is a part of the step's graph, and fallback='transform' is for a step "
                              "without one; leave one of them out")
         if self.fallback is not None and self.config.fullgraph:
             raise ValueError("apexfx: fullgraph=True asks for one graph, and fallback='transform' for several where one is not "
@@ -58,7 +56,7 @@ class StepOptions:
         Raises:
             ValueError, TypeError: one does not exist, does not fit, or contradicts another.
         """
-        config = TransformConfig.from_options(options, also=["loss_fn", "optimizer", "objective", "modules", *own])
+        config = TransformConfig.from_options(options, also=["loss_fn", "optimizer", "objective", "modules", "ema", *own])
         if config.methods:
             raise ValueError("apexfx: methods= belongs to apexfx.transform(); a training step holds what its objective calls, "
                              "any method of the model")
@@ -73,6 +71,8 @@ class StepOptions:
         """Return the options for reports: all of `config`, and those of the step that are not the default."""
         own = {f.name: value for f in dataclasses.fields(self)
                if f.name != "config" and (value := getattr(self, f.name)) != f.default}
+        if self.parts:
+            own["parts"] = [str(each) for each in self.parts]
         return {**self.config.describe(), **{name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
                                              for name, value in own.items()}}
 

@@ -124,7 +124,8 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
         raise ValueError("apexfx: SGD(fused=True) of torch 2.13 updates half parameters wrongly on the CPU; leave fused out")
     if outside:
         waits = "; each step waits for the device, to know whether it is skipped" if may_skip else ""
-        follows = "; the averages of ema= follow it op by op" if options.ema is not None else ""
+        behind = [str(part) for part in options.parts if part.place == "after_update"]
+        follows = f"; behind it, op by op: {', '.join(behind)}" if behind else ""
         report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}{waits}{follows}")
     return outside
 
@@ -142,7 +143,8 @@ def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizer
 
 def _update_rows(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
     """Return, as JSON-able rows, what replicas have to do alike with equal gradients."""
-    own = [[name, _numbers(value)] for name, value in vars(options).items() if name != "config"]
+    own = [[name, _numbers(value)] for name, value in vars(options).items() if name not in ("config", "parts")]
+    own += [["part", part.key] for part in options.parts]
     groups = [[f"group {place} of {type(optimizer).__name__}",
                {name: str(value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}]
               for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]

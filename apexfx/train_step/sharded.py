@@ -104,7 +104,7 @@ class ShardedModel:
         if config.ddp:
             raise ValueError("apexfx: ddp=True was given, and a step of a model under fully_shard() averages gradients anyway; "
                              "leave ddp out")
-        given = {"accumulate": options.accumulate > 1, "ema": options.ema, "safeguard": options.safeguard,
+        given = {"accumulate": options.accumulate > 1, "ema= or parts=": options.parts, "safeguard": options.safeguard,
                  "keep_grads": options.keep_grads, "fallback": options.fallback, "sync_bn": config.sync_bn,
                  "process_group": config.process_group, "inner='cudagraphs'": config.inner == "cudagraphs",
                  "verify": config.verify == "each"}

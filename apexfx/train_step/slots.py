@@ -45,12 +45,19 @@ class Slots:
     """The tensors of the slots that the parts of a step declare. Those of a parameter stay where it is not trained for a while.
 
     Args:
-        declared: all, each once.
+        declared: all.
         like: a parameter that is trained.
+
+    Raises:
+        ValueError: two have one name.
     """
 
     def __init__(self, declared: Iterable[Slot], like: Tensor) -> None:
-        self.declared = {slot.name: slot for slot in declared}
+        self.declared: dict[str, Slot] = {}
+        for slot in declared:
+            if self.declared.setdefault(slot.name, slot) is not slot:
+                raise ValueError(f"apexfx: the slot {slot.name!r} is declared twice by the parts of this step; give one another "
+                                 "name")
         self._of_step = {name: slot.make(like) for name, slot in self.declared.items() if not slot.each}
         self._of_params: dict[str, Any] = {name: WeakIdKeyDictionary() for name, slot in self.declared.items() if slot.each}
 
@@ -123,7 +130,8 @@ class Slots:
         """
         of_section: dict[tuple[str, ...], Collection[str]] = {}  # whose parameters have something there
         for slot in self._saved():
-            if slot.each and (section := _section(state, slot.saved)) is not None:
+            section = _section(state, slot.saved) if slot.each else None
+            if section is not None and (slot.saved[0] != "parts" or slot.saved[-1] in section):  # else it begins anew
                 self._check_each(slot, section, named, of_section)
             for keys in (slot.saved, slot.also_saved) if not slot.each else ():
                 if keys and keys[-1] in (section := _section(state, keys) or {}):

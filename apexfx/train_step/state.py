@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +100,9 @@ def read(parts: StepParts, before: StepState, means: Tensor | None) -> StepState
                for p in params] if options.accumulate > 1 else []
     rows = [*parts.slots.rows(params, names, set(map(id, parts.model.parameters()))),
             *(state.rows(names) if state is not None else ())]
+    if twice := [slot for slot, count in Counter((row.slot, row.place) for row in rows).items() if count > 1]:
+        raise ValueError(f"apexfx: the slot {twice[0][0]!r} is there twice, of a part of this step and of the optimizer; give "
+                         "that of the part another name")
     parts.index.add_parameters(parts.objective_modules.named_tensors()[0])
     parts.index.add_states({
         **{row.name: local_rows(row.tensor) for row in rows},
@@ -106,7 +110,10 @@ def read(parts: StepParts, before: StepState, means: Tensor | None) -> StepState
         **({MEANS: means} if means is not None else {})})
     each = in_order(options, parts.scales, optimizers.clipping(options.max_grad_norm), state.parts() if state is not None else (),
                     sharded_over=parts.groups.shards and parts.groups.shards.group_name)
-    follows = [part for part in each if part.after_update] if state is None else []
+    follows = [part for part in each if part.place == "after_update"] if state is None else []
+    if blind := [part for part in follows if part.reads_norms]:
+        raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph, and {blind[0].describe()} reads behind the "
+                         "update norms that the graph measures; have it run before, place = \"after_clip\"")
     of_following = {slot.name for part in follows for slot in part.slots()}
     of_graph = [row for row in rows if row.slot not in of_following]
     plan = registered(Plan(tuple(part for part in each if part not in follows), slots_of(of_graph),

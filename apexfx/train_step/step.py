@@ -261,6 +261,11 @@ class TrainStep:
         return (f"TrainStep({type(self.model).__name__}, {self._parts.optimizers.name}, {options_text(self.report.config)}, "
                 f"{count_text(self._parts.num_ranks, 'rank')}): {compiled}")
 
+    def __str__(self) -> str:
+        """What it is, then what its end does, part by part, once it has run."""
+        plan = self._state.lists.plan
+        return "\n".join([repr(self), *(f"  {described}" for part in plan.parts if (described := part.describe()))])
+
     def __reduce__(self) -> Any:
         raise TypeError("apexfx: a training step can be neither copied nor pickled; copy the model and make another step of "
                         "the copy, or save state_dict()")
@@ -343,6 +348,20 @@ class TrainStep:
         """Whether the last call, or `flush()`, updated the parameters, neither accumulated nor skipped: 0-d, bool."""
         skip = self._skipped.skip
         return skip == 0 if skip is not None else torch.zeros((), dtype=torch.bool, device=self._parts.device)
+
+    def slot(self, name: str) -> Tensor | dict[str, Tensor]:
+        """Return what a part of `parts=` keeps, on the device: a tensor of the step, or those of parameters by their names.
+
+        Raises:
+            KeyError: no part declares such a slot.
+        """
+        slots = self._parts.slots
+        if name not in slots or slots.declared[name].saved[0] != "parts":
+            own = [slot.name for slot in slots.declared.values() if slot.saved[0] == "parts"]
+            raise KeyError(f"apexfx: no part of this step declares a slot {name!r}; there are {own}")
+        names = checkpoint.names_of_parameters(self._parts)
+        return slots[name] if not slots.declared[name].each else {
+            names[id(p)]: tensor for p, tensor in slots.of_params(name).items() if id(p) in names}
 
     @property
     def ema_model(self) -> nn.Module:

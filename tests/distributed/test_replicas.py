@@ -35,7 +35,7 @@ def make(interval, optimizer=torch.optim.AdamW, **options):
 def tensors(model, step):
     """Return (name of its parameter, tensor) of what the update writes."""
     state = step.optimizer.state
-    averages = step.state_dict()["ema"]["averages"] if step.options.ema is not None else {}
+    averages = step.state_dict()["ema"]["averages"] if step.options.parts else {}
     return [*((name, t) for name, p in model.named_parameters() for t in (p, *state[p].values()) if t.dim()), *averages.items()]
 
 

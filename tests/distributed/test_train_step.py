@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from datetime import timedelta
 
 import pytest
@@ -20,6 +21,7 @@ from apexfx.parallel import convert_syncbn_model
 from tests.distributed.launch import on_ranks
 from tests.own_optimizers import RMSprop
 from tests.train_step import test_other_leaves as leaves
+from tests.train_step import test_parts as parts
 
 
 def net(sync_bn=False):
@@ -438,7 +440,7 @@ def test_averages_are_those_of_averaged_model_on_every_rank(rank, world_size):
     assert step.skipped == 2
     torch.testing.assert_close(list(step.ema_model.parameters()), list(reference.module.parameters()), rtol=1e-5, atol=1e-6)
     assert same_on_all(world_size, list(step.ema_model.parameters()))
-    with pytest.raises(apexfx.RankMismatchError, match="ema"):
+    with pytest.raises(apexfx.RankMismatchError, match="EMA"):
         apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, inner="eager",
                           ema=apexfx.EMA(0.8 + rank / 10))
 
@@ -479,3 +481,27 @@ def test_ranks_with_other_memory_formats_are_refused(rank, world_size):
     [batch] = batches(rank, 1)
     with pytest.raises(RankMismatchError, match="0.weight"):
         step(*batch)
+
+
+@on_ranks(2)
+def test_parts_of_a_users_own_see_what_is_averaged(rank, world_size):
+    data = parts.batches(8)
+    for options in ({}, {"accumulate": 2, "loss_scale": "dynamic", "safeguard": apexfx.Safeguard(replica_check_interval=1)}):
+        step, other = (parts.make(parts.two, ddp=True, **options) for _ in range(2))
+        calls = [(torch.cat([one[0], two[0]]), torch.cat([one[1], two[1]])) for one, two in zip(data[::2], data[1::2])]
+        for place, (inputs, targets) in enumerate(calls):
+            step(*(half.chunk(2)[rank] for half in (inputs, targets)))
+            if place == 1:
+                other.load_state_dict(copy.deepcopy(step.state_dict()))
+            elif place > 1:
+                other(*(half.chunk(2)[rank] for half in (inputs, targets)))
+        torch.testing.assert_close(other.state_dict(), step.state_dict(), rtol=0, atol=0)
+        model, norms, _ = parts.loop(parts.two, calls, **options)
+        parts.assert_close(dict(step.model.named_parameters()), dict(model.named_parameters()))
+        parts.assert_close(step.slot("norms"), norms)
+        if "safeguard" in options:
+            before = copy.deepcopy(step.state_dict()["parts"])
+            for _ in range(2):
+                step(torch.full((5, 6), math.inf if rank else 1.0), torch.ones(5, 3))
+            assert step.skipped == 1
+            torch.testing.assert_close(step.state_dict()["parts"], before, rtol=0, atol=0)

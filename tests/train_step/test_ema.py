@@ -140,7 +140,7 @@ def test_it_is_that_of_averaged_model(style):
         skips += not bool(step.updated)
     reference.compare()
     assert skips == (10 + 1 if "accumulate" in options else len(bad))
-    outside = "the averages of ema= follow it op by op" in str(step.report)
+    outside = "behind it, op by op: EMA(" in str(step.report)
     assert outside is style.startswith("outside")
 
 

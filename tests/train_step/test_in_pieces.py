@@ -428,7 +428,7 @@ class AtTheEnd(Pass):
     ({"fallback": "eager"}, "fallback='eager' was given, expected 'transform' or None"),
     ({"fallback": True}, "fallback=True was given"),
     ({"fullgraph": True}, "fullgraph=True asks for one graph"),
-    ({"safeguard": True}, "safeguard= is a part of the step's graph"), ({"ema": apexfx.EMA()}, "ema= is a part of"),
+    ({"safeguard": True}, "safeguard= is a part of the step's graph"), ({"ema": apexfx.EMA()}, r"EMA\(\) is a part of"),
     ({"memory_budget": 1}, "memory_budget= is a part of"), ({"passes": [AtTheEnd()]}, r"passes=\[at_the_end, ...\] is a part of"),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")  # fmt: skip
 def test_options_that_do_not_fit_are_refused(options, message):

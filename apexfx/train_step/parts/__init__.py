@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .loss_scale import LossScale
 from .norm import Clip, Norm
-from .part import Part
+from .part import PLACES, Part
 from .safeguard import Judge
 
 if TYPE_CHECKING:
@@ -26,15 +26,19 @@ def in_order(options: StepOptions, scales: float | str | None, clipping: tuple[f
         sharded_over: the name of the process group of which each rank has its rows of the gradients, or None.
     """
     safeguard, (max_norm, epsilon) = options.safeguard, clipping
+    own = {place: [part for part in options.parts if part.place == place] for place in PLACES}
+    reads_norms = any(part.reads_norms for part in options.parts)
     skips = scales is not None or safeguard is not None
     parts = [
         scales is not None and LossScale(None if scales == "dynamic" else scales,
                                          safeguard is not None and safeguard.spike_factor is not None),
-        (skips or max_norm is not None) and Norm(skips, safeguard is not None, "safeguard" if scales is None else "scaler",
-                                                sharded_over),
+        (skips or reads_norms or max_norm is not None) and Norm(skips, reads_norms or safeguard is not None,
+                                                                "safeguard" if scales is None else "scaler", sharded_over),
         safeguard is not None and Judge(safeguard.window, safeguard.spike_factor, options.accumulate),
+        *own["before_clip"],
         max_norm not in (None, math.inf) and Clip(max_norm, epsilon, sharded_over),
+        *own["after_clip"],
         *updates,
-        options.ema,
+        *own["after_update"],
     ]
     return [part for part in parts if part]

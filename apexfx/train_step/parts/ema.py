@@ -29,11 +29,18 @@ class EMA(Part):
     """
 
     decay: float = 0.9999
-    after_update = True
+    place = "after_update"
 
     def __post_init__(self) -> None:
         if not is_number(self.decay) or not 0 <= self.decay < 1:
             raise ValueError(f"apexfx: decay={self.decay!r} was given, expected a number from 0 up to but not 1")
+
+    @classmethod
+    def checked(cls, option: Any) -> EMA | None:
+        """Return what `train_step` was given, if it is one, or None."""
+        if option is not None and not isinstance(option, cls):
+            raise TypeError(f"apexfx: ema={option!r} was given, expected an apexfx.EMA, as apexfx.EMA(decay=0.999), or None")
+        return option
 
     def slots(self) -> Sequence[Slot]:
         return (Slot(AVERAGE, each="tensor", dtype=None, of_model=True, compared=True, saved=("ema", "averages"), least=None),
@@ -43,7 +50,7 @@ class EMA(Part):
         follow(end.slots(AVERAGE), [end.updated[place] for place in end.places(AVERAGE)], end.slot(COUNT), self.decay, end.skip)
 
     def describe(self) -> str:
-        return f"averages of the parameters, decay {self.decay:g}"
+        return f"averages of the parameters, decay {self.decay!r}"
 
 
 def follow(averages: Sequence[Tensor], values: Sequence[Tensor], counts: Tensor, decay: float, skip: Tensor | None) -> None:

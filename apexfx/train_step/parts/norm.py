@@ -37,10 +37,15 @@ class Norm(Part):
         return (Slot(SKIPS, shape=(2,), saved=(self.saved, SKIPS),
                      also_saved=("safeguard" if self.saved == "scaler" else "scaler", SKIPS)),) if self.skips else ()
 
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may be skipped."""
+        return self.skips
+
     def apply(self, end: EndOfStep) -> None:
         end.norm, norms, found_inf = measured([g for g in end.grads if g is not None], end.inverse, of_each=self.of_each,
                                                sharded_over=self.sharded_over)
-        end.norms = norms if self.of_each else None
+        end.present_norms = norms if self.of_each else None
         if self.skips:
             end.found_inf = end.fault = found_inf
 
@@ -69,10 +74,10 @@ class Clip(Part):
     sharded_over: str | None = None
 
     def apply(self, end: EndOfStep) -> None:
-        if end.norm is None:  # a part has set other gradients
-            end.norm = measured([g for g in end.grads if g is not None], None, of_each=False,
-                                sharded_over=self.sharded_over)[0]
-        end.clip = clip_coefficient(end.norm, self.max_norm, self.epsilon)
+        norm = end.norm
+        if end.replaced:  # by a part of a user's own
+            norm = measured([g for g in end.grads if g is not None], None, of_each=False, sharded_over=self.sharded_over)[0]
+        end.clip = clip_coefficient(norm, self.max_norm, self.epsilon)
 
     def describe(self) -> str:
         return f"clip that norm to {self.max_norm:g}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ class Slot:
 
     Args:
         name: "norms"; that of a parameter is "layer1.weight.norms" in the graph.
-        each: "" for one tensor of the step; "tensor" for one like each parameter; "number" for one number for each, which are
-            the elements of a vector.
+        each: "" for one tensor of the step, which `end.slot(name)` returns; "tensor" for one like each parameter, which
+            `end.slots(name)` returns; "number" for one number for each, in a vector, which `end.slot(name)` returns.
         dtype: None for that of the parameter, at least float32.
         shape: of a tensor of the step.
         first: what it is full of before the first update.
@@ -58,14 +58,20 @@ class Slot:
         return self.dtype if self.dtype is not None else torch.promote_types(p.dtype, torch.float32)
 
 
+PLACES = ("before_clip", "after_clip", "after_update")
+
+
+@dataclass(frozen=True)
 class Part:
     """Something that the end of a training step does: a frozen dataclass, whose fields are constants of the graph.
 
     Attributes:
-        after_update: whether it reads what the update has written.
+        place: where a part of one's own runs: "before_clip", "after_clip" or "after_update".
+        reads_norms: whether it reads `end.norm` or `end.norms`, which are measured then, in one pass over the gradients.
     """
 
-    after_update = False
+    place: ClassVar[str] = "before_clip"
+    reads_norms: ClassVar[bool] = False
 
     def slots(self) -> Sequence[Slot]:
         """Return the slots that it reads or writes."""
@@ -84,6 +90,11 @@ class Part:
     def of_calls(self, calls: int) -> Any:
         """Return the part where so many calls have accumulated the gradients."""
         return self
+
+    @property
+    def key(self) -> str:
+        """The part with all that makes it another part, for graphs and the keys of caches."""
+        return str(self)
 
     def __str__(self) -> str:
         fields = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.repr]

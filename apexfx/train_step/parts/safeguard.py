@@ -126,7 +126,7 @@ class Judge(Part):
 
     def apply(self, end: EndOfStep) -> None:
         norm = end.norm if end.empty is None else end.norm / (1 - end.empty)  # 0 / 0 where empty: in no average
-        end.fault = judge(end.found_inf, norm, end.norms, end.present, end.slot(SKIPS), end.slot(STATE), end.slot(LOG),
+        end.fault = judge(end.found_inf, norm, end.present_norms, end.present, end.slot(SKIPS), end.slot(STATE), end.slot(LOG),
                           self.window, self.spike_factor, self.calls)
 
     def of_calls(self, calls: int) -> Judge:
