@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -41,31 +40,30 @@ class ReplicaCheck:
         self._found: ReplicaMismatchError | None = None  # which stays until a state is loaded
 
     def note_update(self, names: dict[int, str], params: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer],
-                    others: Iterable[tuple[int, Tensor]] = ()) -> None:
+                    others: Iterable[tuple[str, Tensor]] = ()) -> None:
         """Begin a comparison where the update that was made is one to look at.
 
         Args:
             names: of the parameters, by id.
             params: those that were updated.
             optimizers: whose state belongs to them.
-            others: places among them, and tensors that belong to what is there.
+            others: tensors that are compared besides, by the name of the parameter that they belong to, or their own.
         """
         self._num_updates += 1
         if self._num_updates % self._interval:
             return
-        named = sorted({names.get(id(p), f"{place}"): p for place, p in enumerate(params)}.items(), key=operator.itemgetter(0))
-        rows = {id(p): row for row, (_, p) in enumerate(named)}
-        held = [(row, tensor) for row, (_, p) in enumerate(named) for tensor in _with_state(p, optimizers)]
-        held += [(rows[id(params[place])], tensor) for place, tensor in others]
+        held = [(names.get(id(p), f"{place}"), tensor) for place, p in enumerate(params) for tensor in _with_state(p, optimizers)]
+        held += others
+        named = {name: row for row, name in enumerate(sorted({name for name, _ in held}))}
         device = params[0].device
-        of_each = torch.tensor([row for row, _ in held]).to(device, non_blocking=True)
+        rows = torch.tensor([named[name] for name, _ in held]).to(device, non_blocking=True)
         sums = torch.zeros(self._group.size(), len(named), dtype=torch.int64, device=device)
-        sums[self._group.rank()].index_add_(0, of_each, checksum([tensor for _, tensor in held]))
+        sums[self._group.rank()].index_add_(0, rows, checksum([tensor for _, tensor in held]))
         work, copy = self._group.allreduce([sums]), None
         if device.type == "cuda":
             work.wait()  # the stream, not the host
             copy = HostCopy(sums)
-        self._under_way = [name for name, _ in named], work, sums, copy
+        self._under_way = list(named), work, sums, copy
 
     def finish(self) -> None:
         """Wait for the comparison that the update before began, if it did.

@@ -90,7 +90,7 @@ class Slots:
                 held = self._of_params[name]
                 vector = torch.stack([self._of(slot, params[place]) for place in members])
                 held.update(zip([params[place] for place in members], vector.unbind()))
-                yield Row(name, name, vector)
+                yield Row(name, name, vector, compared=slot.compared)
             else:
                 for place in members:
                     yield Row(name, f"{names[id(params[place])]}.{name}", self._of(slot, params[place]), place, slot.compared)

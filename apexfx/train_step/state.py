@@ -63,9 +63,10 @@ class StepState:
         return [local_rows(row.tensor) for row in self.rows]
 
     @functools.cached_property
-    def compared(self) -> list[tuple[int, Tensor]]:
-        """The places of parameters, and what they have of slots by which replicas are compared."""
-        return [(row.place, row.tensor) for row in (*self.rows, *self.rows_outside) if row.compared and row.place is not None]
+    def compared(self) -> list[tuple[str, Tensor]]:
+        """The slots by which replicas are compared, by the name of the parameter that they belong to, or their own."""
+        return [(row.name if row.place is None else self.names[id(self.params[row.place])], row.tensor)
+                for row in (*self.rows, *self.rows_outside) if row.compared]
 
 
 def read(parts: StepParts, before: StepState, means: Tensor | None) -> StepState:

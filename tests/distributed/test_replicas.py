@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -94,6 +95,27 @@ def test_averages_are_compared(rank, world_size):
         step.state_dict()["ema"]["averages"]["4.bias"][1] += 1
     step(*batch)
     with pytest.raises(ReplicaMismatchError, match="in 1 of 5 .*: 4.bias"):
+        step(*batch)
+
+
+@dataclass(frozen=True)
+class Counts(apexfx.Part):
+    def slots(self):
+        return [apexfx.Slot("num_calls", dtype=torch.int64, compared=True)]
+
+    def apply(self, end):
+        end.slot("num_calls").add_(1)
+
+
+@on_ranks(2)
+def test_what_a_part_keeps_is_compared(rank, world_size):
+    _, step = make(1, parts=[Counts()])
+    [batch] = batches(rank, 1)
+    step(*batch)
+    if rank == 1:
+        step.slot("num_calls").add_(1)
+    step(*batch)
+    with pytest.raises(ReplicaMismatchError, match="in 1 of 6 .*: num_calls"):
         step(*batch)
 
 
