@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,18 @@ from torch import fx
 
 from .._torch import PlainAOTInput, dynamo_source, set_grad_enabled, traced_constants, traced_value
 from ..graph.inputs import Placeholder
-from ..graph.nodes import INPUT_NAMES, KIND, MODULE_PATHS, NAME, OTHER_NAMES, OUTSIDE_OF_MODEL, graphs, set_value
+from ..graph.nodes import (
+    INPUT_NAMES,
+    KIND,
+    MODULE_PATHS,
+    NAME,
+    OF_STEP,
+    OTHER_NAMES,
+    OUTSIDE_OF_MODEL,
+    graphs,
+    set_value,
+    stack_frames,
+)
 from .model_index import ModelIndex, role, text_name
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
@@ -22,6 +34,7 @@ _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 
 # Frames of this package, whose tools alone hold models, and what each says below it.
 _OWN_FRAMES = re.compile(rf'^  File "{re.escape(str(Path(__file__).parents[1]))}/(?!tools/).*\n(?:    .*\n?)*', re.MULTILINE)
+_STEP = f"{Path(__file__).parents[1] / 'train_step'}{os.sep}"
 
 
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelIndex | None = None, *,
@@ -51,6 +64,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
                 node.meta["val"] = node.meta["example_value"]
             elif node.op in ("call_function", "call_method"):
                 node.meta.setdefault("val", None)  # returns nothing: torch._C._set_grad_enabled
+            of_step = is_train_step and _is_of_step(node)
             if node.stack_trace:
                 node.stack_trace = _OWN_FRAMES.sub("", node.stack_trace)
             stack = node.meta.get("nn_module_stack") or {}
@@ -59,6 +73,8 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
             node.meta[MODULE_PATHS] = next(reversed(paths.values()), frame)
             if is_train_step and not any(index.holds_module(key) for key in stack):
                 node.meta[OUTSIDE_OF_MODEL] = True
+                if of_step:
+                    node.meta[OF_STEP] = True
     placeholders = []
     for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):
         source = dynamo_source(node)
@@ -71,6 +87,12 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
             set_value(node, example)
         placeholders.append(placeholder)
     return tuple(placeholders)
+
+
+def _is_of_step(node: fx.Node) -> bool:
+    """Return whether a training step computes a node itself, rather than by calling a loss function that has no lines."""
+    file, _, function = next(reversed(stack_frames(node.stack_trace or "")), ("", 0, ""))
+    return file.startswith(_STEP) and function != "__call__"
 
 
 def name_inputs(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None:

@@ -43,13 +43,15 @@ CAST_ROW = "apexfx_cast"
 MODULE_PATHS = "apexfx_module_paths"
 # Meta key of a training step's node that was traced in no module of the model.
 OUTSIDE_OF_MODEL = "apexfx_outside_of_model"
+# Meta key of a training step's node that is of no line of the user's: the product with the loss scale, sums of gradients.
+OF_STEP = "apexfx_of_step"
 # Meta key of a node on which the pass precision has decided: the rule's kind and family, and why it holds.
 RULE = "apexfx_rule"
 # Meta key: the pass that put a node in.
 PASS = "apexfx_pass"
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
-PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, OUTSIDE_OF_MODEL, "source_fn_stack",
-                   "seq_nr", "partitioner_tag", RULE)
+PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, OUTSIDE_OF_MODEL, OF_STEP,
+                   "source_fn_stack", "seq_nr", "partitioner_tag", RULE)
 # What a node has besides that takes the place of another in a backward: whose backward it is.
 _BACKWARD_KEYS = ("fwd_nn_module_stack", "autograd_backward")
 

@@ -13,7 +13,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..config import OptLevel
 from ..graph.mutation import bodies
-from ..graph.nodes import CAST_ROW, KIND, NAME, fake_mode, module_paths, op_name, source_line, value
+from ..graph.nodes import CAST_ROW, KIND, NAME, OF_STEP, fake_mode, module_paths, op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.printing import first_names
 from ..precision.casts import CastRow, dtype_of
@@ -107,10 +107,12 @@ class Precision(Pass):
         if not (keys := [key for key in self.policy.unused() if key not in missed]):
             return
         paths = {above for node in nodes for path in module_paths(node) for above in _and_above(path)}
-        ops = {canonical_name(node.target).rstrip("_").rpartition(".")[2] for node in nodes if node.op.startswith("call_")}
+        ops = {canonical_name(node.target).rstrip("_").rpartition(".")[2] for node in nodes
+               if node.op.startswith("call_") and not node.meta.get(OF_STEP)}
         for key in keys:
             asked = key.removesuffix(".*").removeprefix("torch.").removeprefix("F.")
-            near = difflib.get_close_matches(asked, sorted(paths | ops), n=1)
+            near = [path for path in sorted(paths) if path.endswith(f".{asked}")] or \
+                difflib.get_close_matches(asked, sorted(paths | ops), n=1)
             self.uncovered[key] = (f"precision[{key!r}] covers no module path and no op"
                                    + (f"; did you mean {near[0]!r}?" if near else ""))
 

@@ -16,7 +16,7 @@ from torch import fx
 from .._torch import tree_leaves
 from ..config import OptLevel
 from ..graph.mutation import body_of
-from ..graph.nodes import KIND, NAME, OTHER_NAMES, OUTSIDE_OF_MODEL, argument, module_paths, op_name
+from ..graph.nodes import KIND, NAME, OF_STEP, OTHER_NAMES, OUTSIDE_OF_MODEL, argument, module_paths, op_name
 from ..graph.op_names import canonical_name
 from . import argument_marks
 from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, lookup
@@ -26,7 +26,7 @@ _NAMED_DTYPES = {
     "torch.float32": torch.float32, "torch.float16": torch.float16, "torch.bfloat16": torch.bfloat16,
 }  # fmt: skip
 # Ops of these families compute nothing: an override of their module leaves them as they are.
-NOTHING_TO_COMPUTE = ("view", "cast", "factory", "lookup", "in_place", "autograd")
+NOTHING_TO_COMPUTE = ("view", "cast", "factory", "lookup", "in_place", "autograd", "step")
 _LEFT_OUTSIDE = (*NOTHING_TO_COMPUTE, "foreign")  # of a half model: other ops there compute in float32
 
 aten = torch.ops.aten
@@ -190,6 +190,8 @@ class Policy:
         override = self._override_of(node, name, base)
         if override is not None:
             return override
+        if node.meta.get(OF_STEP) and base.family not in ("autograd", "foreign"):
+            return Rule("passthrough", "of the step itself, in the dtype of its gradients", "step")
         if self.level.cast_model and node.meta.get(OUTSIDE_OF_MODEL) and base.family not in _LEFT_OUTSIDE:
             return Rule("float", "outside of the model, which is what is half", base.family)
         return base if self.level.patch_ops else consistent(base, to_half=self.level.cast_model)
@@ -201,6 +203,8 @@ class Policy:
 
     def _override_of(self, node: fx.Node, name: str, base: Rule) -> Rule | None:
         override = None
+        if node.meta.get(OF_STEP):
+            return None
         for key, rule in self.overrides.items():
             if self._covers(key, node, name.rstrip("_")):
                 self.used.add(key)

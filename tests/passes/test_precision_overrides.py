@@ -45,7 +45,7 @@ def test_overrides(level, overrides, expected):
 @table(3, "key, near", [
     ("unet.*", ""), ("decoder.*", "; did you mean 'encoder'?"), ("encodre", "; did you mean 'encoder'?"),
     ("encodre.1.*", "; did you mean 'encoder.1'?"), ("lineer", "; did you mean 'linear'?"),
-    ("F.lineer", "; did you mean 'linear'?"), ("haed", "; did you mean 'head'?"),
+    ("F.lineer", "; did you mean 'linear'?"), ("haed", "; did you mean 'head'?"), ("1", "; did you mean 'encoder.1'?"),
 ])  # fmt: skip
 def test_an_override_that_covers_nothing_is_named_with_the_nearest(caplog, key, near):
     model = apexfx.transform(Nested(), inner="eager", precision={key: "float32", "head": "float32"})

@@ -155,9 +155,10 @@ def test_what_moves_data_is_no_op_that_computes_and_has_no_override():
 
 def test_no_override_is_advised_of_what_ends_a_step(caplog):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters()), dtype=torch.bfloat16, inner="eager",
-                             precision={"0": "float32"})
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters()), dtype=torch.float16, inner="eager",
+                             precision={"0": "float32", "mul": "half"})
     step(torch.randn(4, 8), torch.randint(4, (4,)))
+    assert step.report.uncovered() == ["precision['mul'] covers no module path and no op"]  # the product with the loss scale
     assert "does not reach" not in caplog.text + str(step.report)
     explained = str(step.report.explain("loss"))
     assert explained.startswith("loss at O1: 1 op, 1 in f32\n")
