@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -77,6 +78,28 @@ def _unknown(key: Any, cls: type[Any], elsewhere: Mapping[str, str] = MappingPro
     return f"unknown option {key!r}{hint} Known options: {', '.join(known)}"
 
 
+_OF_WRAPPER = ": an argument of DistributedDataParallel, which graphs do without; leave it out."
+_OF_WRAPPERS = dict.fromkeys(("num_allreduce_streams", "allreduce_communicators", "retain_allreduce_buffers", "prof",
+                              "gradient_average_split_factor", "find_unused_parameters", "static_graph", "broadcast_buffers",
+                              "gradient_as_bucket_view", "device_ids", "output_device", "shared_param"), _OF_WRAPPER)
+
+
+def _names_unknown(cls: type[Any]) -> type[Any]:
+    """Have a dataclass say which of its options is meant by another name."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        for key in options:
+            if said := _unknown(key, cls, _OF_WRAPPERS):
+                raise TypeError(f"apexfx: {cls.__name__}() was given the {said}")
+        init(self, *args, **options)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
+
+
+@_names_unknown
 @dataclass(frozen=True)
 class BucketConfig:
     """How gradients are grouped and averaged across ranks.

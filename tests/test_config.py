@@ -82,6 +82,8 @@ def test_impossible_combination(options, message):
     ("options", "error", "message"),
     [
         ({"message_size": 0}, TypeError, "positive number of elements"),
+        ({"allreduce_trigger_params": []}, TypeError, "unknown option 'allreduce_trigger_params'; did you mean 'trigger_params'"),
+        ({"num_allreduce_streams": 2}, TypeError, "an argument of DistributedDataParallel, .* leave it out"),
         ({"layout": "zigzag"}, ValueError, "layout='zigzag'"),
         ({"gradient_predivide_factor": -1.0}, TypeError, "positive number"),
         ({"delay_allreduce": True, "trigger_params": ("a",)}, ValueError, "give one of them"),

@@ -74,22 +74,32 @@ class CastLedger(Sequence[Cast]):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes written by all casts in one step."""
+        """Bytes written by all casts where each graph runs once."""
         return sum(cast.bytes for cast in self.casts)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes a step that removed casts no longer write."""
+        """Bytes that removed casts no longer write, likewise."""
         return sum(cast.bytes for cast in self.removed)
 
     @property
     def summary(self) -> str:
-        """One line: how many casts, their bytes a step, and what removing others saved."""
+        """One line: how many casts, their bytes, and what removing others saved: a step, or of several graphs together."""
         if not self.casts and not self.removed:
             return f"cast ledger at {self.level}: no casts"
         saved = (f"; {count_text(len(self.removed), 'cast')} more removed by cancel_casts, saving "
-                 f"{size_text(self.saved_bytes)} a step") if self.removed else ""
-        return f"cast ledger at {self.level}: {count_text(len(self), 'cast')}, {size_text(self.total_bytes)} a step{saved}"
+                 f"{size_text(self.saved_bytes)}{self._each}") if self.removed else ""
+        graphs = f" in {self._num_graphs} graphs" if self._num_graphs > 1 else ""
+        return (f"cast ledger at {self.level}: {count_text(len(self), 'cast')}{graphs}, {size_text(self.total_bytes)}{self._each}"
+                f"{saved}")
+
+    @property
+    def _num_graphs(self) -> int:
+        return len({cast.graph for cast in (*self.casts, *self.removed)})
+
+    @property
+    def _each(self) -> str:
+        return " a step" if self._num_graphs == 1 else " where each runs once"
 
     def kinds(self) -> list[CastKind]:
         """Return the casts by (op, rule, dtypes, reason), the most frequent first."""
@@ -103,7 +113,7 @@ class CastLedger(Sequence[Cast]):
             return self.summary
         rows = [(k.number, k.op, k.rule, f"{k.source_dtype} -> {k.target_dtype}", size_text(k.bytes), k.tensors,
                  k.reason) for k in self.kinds()]
-        headers = ("casts", "op", "rule", "dtypes", "bytes a step", "tensors", "reason")
+        headers = ("casts", "op", "rule", "dtypes", f"bytes{' a step' if self._num_graphs == 1 else ''}", "tensors", "reason")
         return self.summary + "\n" + tabulate(rows, headers=headers, disable_numparse=True,
                                               colalign=("right", "left", "left", "left", "right"),
                                               maxcolwidths=[None, 34, None, None, None, 52, 48])

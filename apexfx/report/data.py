@@ -88,6 +88,8 @@ class Report:
         if stage_report is None and stage == "step":
             raise RuntimeError(f"apexfx: graph {graph} is not that of a whole training step; its stages are forward and "
                                "backward")
+        if stage_report is None and any(s.stage == "step" for s in self._graph(graph).stages):
+            raise RuntimeError(f"apexfx: graph {graph} is that of a whole training step; its stages are forward and step")
         if stage_report is None:
             raise RuntimeError(f"apexfx: graph {graph} has no {stage} stage yet; run a training step (loss.backward()) "
                                "once, or model.capture(*inputs)")
@@ -136,7 +138,7 @@ class Report:
         return Text("\n".join(lines))
 
     def matches(self, pass_name: str) -> Text:
-        """Return every place that a pass rewrote, in all graphs, folded to one line for equal layers.
+        """Return every place that a pass rewrote, in all graphs, as text: one line for equal layers. `matched` is the data.
 
         Raises:
             RuntimeError: before any graph exists.
@@ -148,7 +150,7 @@ class Report:
                     or f"{pass_name} rewrote nothing")
 
     def matched(self, pass_name: str) -> list[Match]:
-        """Return every `Match` of a pass, in all graphs."""
+        """Return every `Match` of a pass, in all graphs; `matches` is the text."""
         return [match for _, _, entry in runs(self.graphs) if entry.name == pass_name for match in entry.matches]
 
     def casts(self) -> CastLedger:

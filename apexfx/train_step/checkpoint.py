@@ -52,7 +52,8 @@ def _checked(parts: StepParts, state: Any) -> dict[str, Any]:
     """Return a state as a step saves it; one that is damaged is refused, and what does not fit is told of."""
     if not isinstance(state, dict) or not state.keys() >= _ALWAYS:
         kind = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: {sorted(_ALWAYS)}")
+        raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: {sorted(_ALWAYS)}. "
+                         "Load what a loop has saved into the model and the optimizer themselves, which the step shares")
     if not isinstance(ranks := state["num_ranks"], int) or ranks < 1:
         raise ValueError(f"apexfx: the state was given with num_ranks={ranks!r}, expected a whole number, 1 or more")
     own: dict[str, Any] = {"scaler": {}}

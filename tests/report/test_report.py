@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -15,6 +16,7 @@ from apexfx.buckets.plan import GradientSpec, plan_buckets
 from apexfx.compiler.pipeline import Pipeline
 from apexfx.config import BucketConfig
 from apexfx.passes.base import Pass
+from apexfx.report.cast_ledger import CastLedger
 from apexfx.report.data import Report
 from apexfx.report.records import GraphReport, stage_from_json, stage_to_json
 
@@ -163,6 +165,8 @@ def test_ledger_is_rows_and_a_folded_table():
     assert ledger.summary == "cast ledger at O2: 3 casts, 3.0 KiB a step"
     summary, header, _, row = str(ledger).splitlines()
     assert row.split() == "3 linear half f32 -> bf16 3.0 KiB layers.{0..2}.weight tensor cores".split()
+    both = CastLedger([*ledger, dataclasses.replace(ledger[0], graph=1)], [], "O2")
+    assert both.summary == "cast ledger at O2: 4 casts in 2 graphs, 4.0 KiB where each runs once" and "step" not in str(both)
 
 
 def test_ledger_keeps_what_was_cancelled_apart():
