@@ -46,6 +46,8 @@ class scale_loss:  # Apex's name of a context manager
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
+        if "backward" in getattr(loss, "__dict__", ()):  # of a training step, whose loss says what to leave out
+            loss.backward()
         if not hasattr(_amp_state, "opt_properties"):
             raise RuntimeError("Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  "
                                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) must be called before "

@@ -160,8 +160,9 @@ def explained(group: dist.ProcessGroup | None, what: str, timeout: timedelta | N
         limit = timeout if timeout is not None and timeout > timedelta(0) else process_group_timeout(group)
         raise RankFailureError(
             f"apexfx: rank {group.rank()} of {group.size()} gave up {what}{f', at `{line}`' if line else ''}: another rank "
-            f"failed, died, is stuck, or is slower than the limit of {limit.total_seconds():g} s, the process group's timeout "
-            "unless BucketConfig(timeout_s=...) is less; look at its log. A group of which one collective has failed stays "
+            "failed, died, is stuck, has no more batches (drop_last=True), or is slower than the limit of "
+            f"{limit.total_seconds():g} s, the process group's timeout unless BucketConfig(timeout_s=...) is less; look at its "
+            "log. A group of which one collective has failed stays "
             f"unusable: make a new one, and the step or model anew, or start the ranks again. ({error})") from error
 
 
@@ -191,6 +192,14 @@ def _differing_keys(a: Any, b: Any, rank: int) -> str:
         return ""
     keys = [key for key in {**a, **b} if a.get(key, _NOTHING) != b.get(key, _NOTHING)]
     return "; ".join(f"{key}: rank 0 has {a.get(key, _NOTHING)}, rank {rank} has {b.get(key, _NOTHING)}" for key in keys)
+
+
+def _trained_on_one(a: Sequence[Any], b: Sequence[Any], rank: int) -> str:
+    """Name a parameter that is averaged on one rank alone: "0.weight is trained on rank 0 and not on rank 1"."""
+    first, there = ({x[0] for x in items if isinstance(x, list) and len(x) == 4 and str(x[2]).startswith("torch.")}
+                    for items in (a, b))
+    both = [(name, 0, rank) for name in sorted(first - there)] + [(name, rank, 0) for name in sorted(there - first)]
+    return f"{both[0][0]} is trained on rank {both[0][1]} and not on rank {both[0][2]}" if both else ""
 
 
 def _modes(posts: Sequence[Any]) -> str:
@@ -231,8 +240,8 @@ def _different(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
             continue
         place = next((i for i, (a, b) in enumerate(zip(reference, items)) if a != b), min(len(reference), len(items)))
         there = [x[place] if place < len(x) else _NOTHING for x in (reference, items)]
-        if keys := _differing_keys(*there, rank):
-            lines.append(f"  {keys}")
+        if said := _differing_keys(*there, rank) or _trained_on_one(reference, items, rank):
+            lines.append(f"  {said}")
         first = [x if x is _NOTHING else json.dumps(x) for x in _narrowed(*there)]
         lines.append(f"  first difference, at position {place}: rank 0 has {first[0]}, rank {rank} has {first[1]}"
                      + (f" (there: the {what_there})" if what_there != what else ""))

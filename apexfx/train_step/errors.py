@@ -156,7 +156,8 @@ def capture_errors(of_program: list[Exception] | None = None) -> Iterator[None]:
         raise _not_one_graph(said) from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
         explained = _of_dynamo(error)
-        if of_program is None or not _raises_itself(str(error)):
+        by_itself = _raises_itself(str(error)) or isinstance(explained, AssertionError)  # of what torch traces an op by
+        if of_program is None or not by_itself:
             raise explained from error
         explained.__cause__ = error
         of_program.append(explained)

@@ -95,8 +95,11 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         model, group: as of `StepModel`.
 
     Raises:
-        ValueError: a module has a backward hook, or all have a hook; the model itself is a batch norm that needs another class.
+        ValueError: a module has a backward hook, or all have a hook; the model itself is a batch norm that needs another class; a
+            module casts by itself.
     """
+    if any(hasattr(type(module), "apexfx_before_transform") for module in model.modules()):
+        raise ValueError("apexfx: the model went through amp.initialize: leave it out, opt_level= of the step does it")
     if global_module_hooks():
         raise ValueError("apexfx: a hook is registered on all modules (torch.nn.modules.module.register_module_...), and a "
                          "training step as one graph would not always run it; register it on the modules of the model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -71,7 +72,9 @@ class Call:
         """How to call."""
         if isinstance(self._objective, SupervisedObjective):
             return "step(inputs, *targets), where inputs that are a tuple, list or dictionary are unpacked"
-        return "step(...) with what objective takes after the model; step(*batch) unpacks a tuple"
+        unknown = _not_taken(self._objective, self.named)
+        return "step(...) with what objective takes after the model; step(*batch) unpacks a tuple" + (
+            f"; it takes no {unknown[0]!r}" if unknown else "")
 
     @property
     def call(self) -> str:
@@ -89,6 +92,16 @@ class Call:
 
     def _shown_arguments(self) -> list[str]:
         return [*map(shown, self.batch), *(f"{name}={shown(x)}" for name, x in self.named.items())]
+
+
+def _not_taken(objective: Callable[..., Any], named: Iterable[str]) -> list[str]:
+    """Return which names an objective has no parameter of."""
+    try:
+        parameters = inspect.signature(objective).parameters
+    except (TypeError, ValueError):  # of what is written in C
+        return []
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return [name for name in named if name not in parameters and not takes_all]
 
 
 def _is_noted(error: Exception) -> bool:

@@ -50,6 +50,10 @@ def test_another_pass(rank, world_size):
     model = transformed(skip=("bucket_allreduce",) if rank == 1 else ())
     with pytest.raises(RankMismatchError, match="do not agree on the collectives of graph 0"):
         train(model, rank)
+    frozen = Net()
+    frozen.a.weight.requires_grad_(rank != 1)
+    with pytest.raises(RankMismatchError, match="a.weight is trained on rank 0 and not on rank 1"):
+        train(transformed(frozen), rank)
 
 
 @on_ranks(3)

@@ -34,6 +34,8 @@ def test_backward_of_the_loss(options):
     for each in (loss, copy.deepcopy(loss)):
         with pytest.raises(RuntimeError, match=r"loss that a training step returned.* leave out zero_grad\(\), backward\(\)"):
             each.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="loss that a training step returned"), apexfx.amp.scale_loss(each, step.optimizer):
+            pass
     torch.save({"loss": loss}, saved := io.BytesIO())
     saved.seek(0)
     assert torch.equal(torch.load(saved, weights_only=True)["loss"], loss)
@@ -67,6 +69,14 @@ def test_a_loop_of_its_own_beside_it_is_no_mistake(caplog):
     outside = make(torch.optim.NAdam)  # whose own step() is called
     outside(X, Y)
     assert "updates outside" in str(outside.report) and "no parameter has a gradient" not in caplog.text
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_amp_that_is_left_in(opt_level):
+    model = build()
+    model, optimizer = apexfx.amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=opt_level, verbosity=0)
+    with pytest.raises(ValueError, match=r"went through amp.initialize: leave it out, opt_level= of the step does it"):
+        apexfx.train_step(model, F.cross_entropy, optimizer)
 
 
 @pytest.mark.parametrize("name, said", [("loss", "did you mean 'loss_fn'"), ("criterion", "the loss function is loss_fn="),

@@ -66,6 +66,8 @@ CALLS = {
         "forward()", "loss_fn(model(x=float32[6, 8], labels=int64[6]), int64[6])"]),
     # Give targets as int64.
     "step(x, y.float())": (lambda s: s(X, Y.float()), RuntimeError, ["Long|int64", "step(float32[6, 8], float32[6])"]),
+    # Give targets as a vector.
+    "step(x, y[:, None])": (lambda s: s(X, Y[:, None]), RuntimeError, ["multi-target not supported", "int64[6, 1]"]),
     # Call x.float().
     "step(x.double(), y)": (lambda s: s(X.double(), Y), RuntimeError, ["float64", ".float()"]),
     # Give inputs in the dtype of the weights: x.float().
@@ -92,7 +94,7 @@ CALLS = {
 KEYWORDS = {
     # Name it as the objective does.
     "step(x=x, label=y), of an objective": (lambda s: s(x=X, label=Y), TypeError, [
-        "objective()", "objective(model, x=float32[6, 8], label=int64[6])"]),
+        "objective()", "objective(model, x=float32[6, 8], label=int64[6])", "it takes no 'label'"]),
     # Give the objective its labels.
     "step(x), of an objective": (lambda s: s(X), TypeError, ["objective()", "objective(model, float32[6, 8])",
                                                         "expected: step(...) with what"]),
