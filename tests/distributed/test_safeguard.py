@@ -48,7 +48,7 @@ def train(rank, world_size, style, count):
 
 
 def test_one_poisoned_rank_has_all_skip():
-    run_ranks(train, 2, "accumulating", 6)  # the other styles are among the many
+    run_ranks(train, 2, "accumulating", 9)  # until a first call is poisoned; the other styles are among the many
 
 
 @pytest.mark.long
