@@ -46,6 +46,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group as resolve
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import _muon as muon
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -139,6 +140,22 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     while step is not None and hasattr(step, "_wrapped_by_lr_sched"):
         step = step.__wrapped__
     return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+
+
+def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., object]:
+    """Return the `step` of a class, without what torch puts around it for hooks and the profiler."""
+    return cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step
+
+
+@contextlib.contextmanager
+def not_compiling() -> Iterator[None]:
+    """Have `torch.compiler.is_compiling()` say no, as in an eager program, and what is compiled run as it is written."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import mark_static_address
+from torch._dynamo import mark_static, mark_static_address
 from torch._dynamo import run as run_cached_graphs
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import skip as dynamo_skip
@@ -53,6 +53,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
+from torch._inductor.decomposition import select_decomp_table as inductor_decompositions
 from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir

@@ -1,4 +1,4 @@
-"""Optimizers that no graph knows: a subclass may do anything in its step."""
+"""Optimizers that no graph holds, since each asks for its learning rate as a number of the host."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import torch
 
 
 class RMSprop(torch.optim.RMSprop):
-    pass
+    def step(self, closure=None):
+        assert float(self.param_groups[0]["lr"]) >= 0
+        return super().step(closure)
 
 
 class Adagrad(torch.optim.Adagrad):
-    pass
+    def step(self, closure=None):
+        assert float(self.param_groups[0]["lr"]) >= 0
+        return super().step(closure)

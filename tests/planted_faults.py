@@ -63,6 +63,7 @@ _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step
          *_CHANGES)
 _PIECES = ("tests/train_step/test_in_pieces.py",)
 _MISSING = ("tests/train_step/test_missing_gradients.py",)
+_TRACED = ("tests/optimizers/test_traced_step.py",)
 _OPTIMIZERS = ("tests/train_step/test_optimizers.py",)
 _PRECISION = ("tests/passes/test_precision.py", "tests/passes/test_precision_ops.py", "tests/passes/test_precision_values.py")
 _SAFEGUARD = ("tests/train_step/test_safeguard.py",)
@@ -174,10 +175,12 @@ FAULTS = (
     Fault("updates are counted of what has a gradient", "train_step/parts/update.py",
           "_counts(end.slot(self.step), [place - self.first for place in places]):",
           "_counts(end.slot(self.step), range(self.last - self.first)):", _CHANGES),
-    Fault("an update of several ops is skipped whole", "optimizers/compositions.py",
-          "[torch.where(found_inf != 0, old, tensor) for old, tensor in zip(written, new)]", "new", _OPTIMIZERS),
-    Fault("what a skipped step may change are copies", "optimizers/compositions.py",
-          "[tensor.clone() for tensor in written] if found_inf is not None else written", "written", _OPTIMIZERS),
+    Fault("a traced step is skipped whole", "optimizers/traced_step.py",
+          "torch.where(skip != 0, old[place], value) for", "value for", _TRACED),
+    Fault("a branch by the number of updates is chosen in the graph", "optimizers/symbolic_numbers.py",
+          "[x if x is y else torch.where(condition, x, y)", "[x", _TRACED),
+    Fault("what parameters have in common stays that", "optimizers/traced_step.py",
+          "                    raise SharedDiffer(index)\n", "                    pass\n", _TRACED),
     Fault("gradients leave a step for the parameters that have one", "train_step/state.py",
           "                p.grad = next(left) if here else None", "                p.grad = next(left, None)", _CHANGES),
     Fault("an op counts updates up in a copy: groups may share a count", "train_step/parts/update.py",

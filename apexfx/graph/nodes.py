@@ -13,7 +13,7 @@ import operator
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -162,10 +162,13 @@ def call(
 
 
 def inline(graph: fx.Graph, function: Callable[..., Any], args: tuple[Any, ...], *, like: fx.Node,
-           mode: FakeTensorMode | None = None) -> Any:
+           mode: FakeTensorMode | None = None, decompositions: Mapping[Any, Callable[..., Any]] = {}) -> Any:
     """Insert, at the graph's insertion point, the ops that `function` runs on `args`; return what it does, nodes for tensors.
 
     It may write tensors in place. What has no lowering in Inductor behind AOTAutograd is decomposed, to the same bits.
+
+    Args:
+        decompositions: of other ops.
     """
     leaves, tree = tree_flatten(args)
     sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -175,7 +178,7 @@ def inline(graph: fx.Graph, function: Callable[..., Any], args: tuple[Any, ...],
         return function(*tree_unflatten([next(following) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], tree))
 
     with _fake_evaluation(mode or fake_mode(graph)):
-        traced = make_fx(of_tensors, _bitwise_decompositions())(*map(value, sources))
+        traced = make_fx(of_tensors, {**decompositions, **_bitwise_decompositions()})(*map(value, sources))
     new = dict(zip(traced.graph.find_nodes(op="placeholder"), sources))
     for node in traced.graph.nodes:
         if node.op == "call_function" and (node.users or node.target is not operator.getitem):

@@ -50,8 +50,10 @@ def _fault(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor, h
     if isinstance(optimizer, FusedOptimizer):
         entries, scalars, counts = optimizer._names(group), optimizer._scalar_state_names, False
     else:
-        update = RULES[type(optimizer)](group, p.dtype, ())
-        entries, scalars, counts = tuple(update.states), (), update.counts and update.op != "sgd"
+        update = RULES[type(optimizer)](group, p.dtype)
+        if update is None:
+            return ""  # its own step says what it lacks
+        entries, scalars, counts = tuple(update.states), (), update.counts
     if fault := lacking(type(optimizer).__name__, held, (*entries, *scalars, *(("step",) if counts else ()))):
         return fault
     for name in (*entries, *scalars):
@@ -78,7 +80,8 @@ def check_options(optimizer: torch.optim.Optimizer) -> None:
         ValueError: what the class says.
     """
     takes = inspect.signature(type(optimizer)).parameters
-    for group in optimizer.param_groups if type(optimizer) in (*FUSED, *RULES) else ():
+    is_known = type(optimizer) in FUSED or type(optimizer).__module__.startswith("torch.optim.")
+    for group in optimizer.param_groups if is_known else ():
         options = {name: group[name] for name in optimizer.defaults if name in group and name in takes and name != "step"}
         like = [nn.Parameter(torch.zeros((1, 1), dtype=p.dtype, device=p.device)) for p in group["params"][:1]]
         try:

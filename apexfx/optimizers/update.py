@@ -6,14 +6,12 @@ The eager step of a fused optimizer and the graph of a whole training step are m
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-
-from . import compositions
 
 
 @dataclass
@@ -21,7 +19,7 @@ class Update:
     """Parameters that one call of an op updates: `op(params, grads, *states, models[, step], lr, *numbers, **scalars)`.
 
     Attributes:
-        op: its name: "adam_"; or that of a composition: "rmsprop".
+        op: its name: "adam_".
         group: the optimizer's group, which has the learning rate.
         numbers: the hyperparameters after the learning rate, in the op's order.
         params: the parameters that the gradients belong to.
@@ -29,7 +27,6 @@ class Update:
         masters: what is updated in place of `params`, which become low-precision copies of it; or [].
         step: how many updates were made, float32: 0-d, or one element a parameter; None where they are not counted.
         counts: whether that is kept for an optimizer of torch.
-        scheduled: name -> place in `numbers`, of those that a schedule changes and that are read from the group before each step.
     """
 
     op: str
@@ -40,12 +37,24 @@ class Update:
     masters: list[Tensor] = field(default_factory=list)
     step: Tensor | None = None
     counts: bool = True
-    scheduled: Mapping[str, int] = field(default_factory=dict)
+    number_dtype: ClassVar[torch.dtype] = torch.float32  # of what the host sets, as a tensor
 
-    @property
-    def lr_dtype(self) -> torch.dtype:
-        """Of the learning rate as a tensor."""
-        return torch.float64 if self.op in compositions.COMPOSITIONS else torch.float32
+    def hyperparameters(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, number as the group has it) of what the host sets before each step."""
+        yield "lr", self.group["lr"]
+
+    def named(self) -> Iterator[tuple[Tensor, str, Tensor]]:
+        """Yield (parameter, name, tensor) of the state, masters at the end."""
+        for key, tensors in (*self.states.items(), ("master_param", self.masters)):
+            yield from ((p, key, tensor) for p, tensor in zip(self.params, tensors))
+
+    def counts_of(self) -> list[tuple[Tensor, list[Tensor]]]:
+        """Return (tensor, parameters) of the counts of updates."""
+        return [(self.step, self.params)] if self.step is not None else []
+
+    def holds(self) -> bool:
+        """Return whether it still does what it was made for, whatever its numbers are."""
+        return True
 
 
 def call_op(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Sequence[Tensor]],

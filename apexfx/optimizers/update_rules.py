@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,13 +17,21 @@ from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
+from .symbolic_numbers import NotTraceable
+from .traced_step import TRACES, Place, SharedDiffer, StepTrace, initial_state, numbers_of, read_number, signature, unlike_state
 from .update import Update
 
 FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
-_DTYPES = (torch.float32, torch.float64)
 Labels = Mapping[int, int]  # of parameters, by id
-# Of a class of torch's: returns the update of a group's parameters of a dtype, which has none as yet.
-_Maker = Callable[[dict[str, Any], torch.dtype, Collection[str]], Update]
+Option = tuple[int, int, str]  # places of an optimizer, and of a group of it, and the name of an option of the group
+# Of a class of torch's: returns the update of a group's parameters of a dtype, which has none as yet; None without an op for it.
+_Maker = Callable[[dict[str, Any], torch.dtype], Update | None]
+
+
+def options_of(optimizer: int, options: Collection[Option]) -> dict[int, set[str]]:
+    """Return the options of one optimizer, by the place of their group."""
+    return {group: {name for owner, place, name in options if (owner, place) == (optimizer, group)}
+            for owner, group, _ in options if owner == optimizer}
 
 
 def schedulable(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
@@ -33,22 +44,30 @@ def schedulable(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict
             if all(type(number) in (int, float) for number in (option if name == "betas" else (option,)))}
 
 
-def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | None = None, changed: Collection[str] = ()) -> str:
+def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | None = None,
+                       changed: Mapping[int, Collection[str]] = {}) -> str:
     """Return why `optimizer` cannot update inside of the graph; "" where it can.
 
     Args:
         half: what float32 parameters are about to be cast to.
-        changed: the options that a schedule changes in some group.
+        changed: the options that a schedule changes, by the place of their group.
     """
     if has_step_hooks(optimizer):
         return "hooks are registered around its step"
     if has_own_step(optimizer):
         return "its step() was replaced"
     fused = type(optimizer) in FUSED
-    if not fused and type(optimizer) not in RULES:
-        return f"there is no op for {type(optimizer).__module__}.{type(optimizer).__name__}"
-    if fused and changed:
-        return f"a schedule changes its {min(changed)}, which its op takes as a constant"
+    if isinstance(optimizer, FUSED) and not fused:
+        return f"step() may do anything in a subclass of {type(optimizer).__bases__[0].__name__}"
+    if not fused and not has_op(optimizer, changed, half):
+        try:
+            traced_update(optimizer, {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}, {},
+                          changed, half)
+        except NotTraceable as error:
+            return f"step() {error}"
+        return ""
+    if fused and any(changed.values()):
+        return f"a schedule changes its {min(chain(*changed.values()))}, which its op takes as a constant"
     for group in optimizer.param_groups:
         for option in ("amsgrad", "maximize", "differentiable", "dampening") if fused else ("differentiable",):
             if group.get(option):
@@ -63,8 +82,6 @@ def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | Non
             dtype = half if half is not None and p.dtype == torch.float32 else p.dtype
             if fused and dtype == torch.float64:
                 return "it has parameters of torch.float64, and in the graph its learning rate is float32"
-            if not fused and dtype not in _DTYPES:
-                return f"it keeps the state of a parameter of {dtype} in that dtype, and the op in float32"
     return ""
 
 
@@ -79,114 +96,195 @@ def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: 
     """
     if type(optimizer) in FUSED:
         return optimizer.updates_of(trained)
-    return [update for place, group in enumerate(optimizer.param_groups)
-            for update in _updates(optimizer, group, trained, labels, changed.get(place, ()))]
+    if not has_op(optimizer, changed):
+        return [traced_update(optimizer, trained, labels, changed, makes_state=True)]
+    return [update for group in optimizer.param_groups for update in _updates(optimizer, group, trained, labels)]
 
 
-def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: Collection[int], labels: Labels,
-             changed: Collection[str]) -> list[Update]:
+def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: Collection[int], labels: Labels) -> list[Update]:
     """Return the updates of a group: one for all parameters that were updated equally often, whose moments are corrected alike.
 
     What is missing of the state is made as torch makes it, so that a checkpoint of either resumes in the other. The counts of
     updates, which torch keeps in a tensor a parameter, become elements of one vector, which the graph writes at once.
     """
     alike: dict[tuple[Any, ...], Update] = {}
-    first = optimizer.defaults.get("initial_accumulator_value", 0.0)  # of Adagrad
     for p in (p for p in group["params"] if id(p) in trained):
-        update = RULES[type(optimizer)](group, p.dtype, changed)
-        counted = (labels.get(id(p), 0), _num_updates(update, optimizer.state.get(p, {}))) if update.counts else (0, 0.0)
+        update = RULES[type(optimizer)](group, p.dtype)
+        counted = (labels.get(id(p), 0), float(optimizer.state.get(p, {}).get("step", 0))) if update.counts else (0, 0.0)
         update = alike.setdefault((p.dtype, *counted), update)
         update.params.append(p)
         for name, tensors in update.states.items():
             if optimizer.state[p].get(name) is None:
-                optimizer.state[p][name] = torch.full_like(p, first, memory_format=torch.preserve_format)
+                optimizer.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
             tensors.append(optimizer.state[p][name])
     for (_, _, count), update in alike.items():
         if update.counts:
-            update.step = _one_vector(optimizer, update.params, count)
+            update.step = _one_vector(optimizer, update.params, "step", torch.tensor(count))
     return list(alike.values())
 
 
-def _num_updates(update: Update, state: dict[str, Any]) -> float:
-    """Return how many updates a parameter had; of an SGD, which counts none and dampens all but its first gradient, 0 or 1."""
-    return float(state.get("step", update.op == "sgd" and state.get("momentum_buffer") is not None))
-
-
-def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], count: float) -> Tensor:
-    """Return the vector whose elements are the count of each member's state; another step on this optimizer may have made it."""
-    held = [optimizer.state[p].get("step") for p in members]
+def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], name: str, first: Tensor) -> Tensor:
+    """Return the vector whose elements are a number of each member's state; another step on this optimizer may have made it."""
+    held = [optimizer.state[p].get(name) for p in members]
     base = viewed(held[0]) if isinstance(held[0], Tensor) else None
     if base is not None and base.dim() == 1 and len(base) == len(held) and all(
             isinstance(own, Tensor) and viewed(own) is base and own.data_ptr() == base[i].data_ptr()
             for i, own in enumerate(held)):
         return base
-    vector = torch.full((len(members),), count, dtype=torch.float32, device=members[0].device)
+    vector = torch.full((len(members),), first.item(), dtype=first.dtype, device=members[0].device)
     for p, own in zip(members, vector.unbind()):
-        optimizer.state[p]["step"] = own
+        optimizer.state[p][name] = own
     return vector
 
 
-# ---- one class each -------------------------------------------------------------------------------------------------------
+# ---- by the optimizer's own step ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TracedUpdate(Update):
+    """An update of all parameters of an optimizer by its own `step()`.
+
+    Attributes:
+        trace: the step.
+        optimizer: whose numbers are read.
+        held: (parameter, name, tensor) of the state that each parameter has for itself.
+        vectors: (vector, parameters) of numbers that parameters have in common.
+    """
+
+    trace: StepTrace = None
+    optimizer: torch.optim.Optimizer = None
+    held: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
+    vectors: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+    number_dtype: ClassVar[torch.dtype] = torch.float64
+
+    def hyperparameters(self) -> Iterator[tuple[str, Any]]:
+        for name, place in self.trace.numbers.items():
+            yield name, read_number(self.optimizer.param_groups, place)
+
+    def named(self) -> Iterator[tuple[Tensor, str, Tensor]]:
+        yield from self.held
+
+    def counts_of(self) -> list[tuple[Tensor, list[Tensor]]]:
+        return self.vectors
+
+    def holds(self) -> bool:
+        return self.trace.holds(self.optimizer.param_groups)
+
+
+def traced_update(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels,
+                  changed: Mapping[int, Collection[str]], half: torch.dtype | None = None, *,
+                  makes_state: bool = False) -> TracedUpdate:
+    """Return the update of all parameters of an optimizer by its own `step()`.
+
+    Args:
+        half: what float32 parameters are about to be cast to.
+        makes_state: whether the optimizer is given the state that it lacks.
+
+    Raises:
+        NotTraceable: it is no graph.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if id(p) in trained]
+    _check_dtypes(optimizer, params)
+    states = initial_state(optimizer, params, half)
+    names = numbers_of(optimizer, changed)
+    known = _KNOWN.setdefault(optimizer, {})
+    alike = _alike(params, states, labels)
+    key = repr((names, half, [*alike.values()], signature(optimizer, params, states, names)))
+    trace, vectors = known.get(key, (None, []))
+    if trace is None or not trace.holds(optimizer.param_groups):
+        trace, vectors = known[key] = _traced(optimizer, params, states, names, alike, half)
+    trace = TRACES.setdefault(trace.digest, trace)
+    update = TracedUpdate(f"{trace.name}.step()", {}, (), params, trace=trace, optimizer=optimizer)
+    if makes_state:
+        for p, held in zip(params, states):
+            if held and not optimizer.state.get(p):
+                optimizer.state[p] = held
+        update.vectors = [(_one_vector(optimizer, [params[place] for place in places], name, states[places[0]][name]),
+                           [params[place] for place in places]) for name, places in vectors]
+        held = trace.held_of([optimizer.state.get(p, {}) for p in params])
+        update.held = [(params[place], name, tensor) for place, name, tensor in held]
+    return update
+
+
+def _check_dtypes(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+    """Refuse state of torch's classes, which keep it in the dtype of the parameter, in another."""
+    for p in params if type(optimizer).__module__.startswith("torch.optim.") else ():
+        for held in optimizer.state.get(p, {}).values():
+            if isinstance(held, Tensor) and held.dim() and held.shape == p.shape and held.dtype != p.dtype:
+                raise unlike_state(held, p)
+
+
+# Of an optimizer: what was traced, by all that it follows from.
+_KNOWN: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def _alike(params: Sequence[Tensor], states: Sequence[dict[str, Any]], labels: Labels) -> dict[tuple[Any, ...], list[int]]:
+    """Return what 0-d tensors of the state are, the name first, -> places of the parameters of which they are that."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for place, (p, held) in enumerate(zip(params, states)):
+        for name, leaf in held.items():
+            if isinstance(leaf, Tensor) and not leaf.dim() and p.dim():
+                alike.setdefault((name, leaf.dtype, leaf.item(), labels.get(id(p), 0)), []).append(place)
+    return alike
+
+
+def _traced(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states: Sequence[dict[str, Any]],
+            names: Mapping[str, Place], alike: dict[tuple[Any, ...], list[int]], half: torch.dtype | None,
+            ) -> tuple[StepTrace, list[tuple[str, list[int]]]]:
+    """Trace a step; return (name, places of parameters) of the numbers in their state, too, that they have in common.
+
+    Those are tensors of one value that a step makes one value of; if it does not for all, then perhaps for those of a group.
+    """
+    group_of = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    while True:
+        shared = {(place, _leaf_place(states[place], name)): index
+                  for index, ((name, *_), places) in enumerate(alike.items()) for place in places}
+        try:
+            trace = StepTrace(optimizer, params, states, names, shared, half)
+            return trace, [(name, places) for (name, *_), places in alike.items()]
+        except SharedDiffer as error:
+            key = [*alike][error.index]
+            apart = alike.pop(key)
+            if len({group_of[id(params[place])] for place in apart}) > 1:
+                for place in apart:
+                    alike.setdefault((*key, group_of[id(params[place])]), []).append(place)
+
+
+def _leaf_place(held: dict[str, Any], name: str) -> int:
+    """Return the place of an entry of a state among its leaves."""
+    names = [*held]
+    return sum(len(tree_leaves(held[each])) for each in names[:names.index(name)])
+
+
+# ---- the classes of torch that have an op ---------------------------------------------------------------------------------
+
+
+def _sgd(group: dict[str, Any], dtype: torch.dtype) -> Update | None:
+    momentum, weight_decay, nesterov = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
+    if dtype != torch.float32 or group["maximize"] or momentum and group["dampening"]:
+        return None
+    # Not as a first run: without dampening, a first buffer of zeros gives what torch's first step does.
+    numbers = (momentum, 0.0, weight_decay, bool(nesterov), False, False)
+    return _new_update("sgd_", group, numbers, ("momentum_buffer",) if momentum else (), counts=False)
+
+
+def _adam(group: dict[str, Any], dtype: torch.dtype) -> Update | None:
+    if dtype != torch.float32 or group["maximize"] or group["amsgrad"]:
+        return None
+    numbers = (*group["betas"], group["eps"], group["weight_decay"], bool(group["decoupled_weight_decay"]), True)
+    return _new_update("adam_", group, numbers, ("exp_avg", "exp_avg_sq"))
 
 
 def _new_update(op: str, group: dict[str, Any], numbers: Sequence[Any], states: Sequence[str], **others: Any) -> Update:
     plain = tree_map(lambda number: float(number) if isinstance(number, Tensor) else number, tuple(numbers))
-    numbers = tuple(tuple(number) if isinstance(number, list) else number for number in plain)
-    return Update(op, group, numbers, states={name: [] for name in states}, **others)
+    return Update(op, group, plain, states={name: [] for name in states}, **others)
 
 
-def _composition(op: str, group: dict[str, Any], options: tuple[str, ...], states: tuple[str, ...], changed: Collection[str],
-                 **others: Any) -> Update:
-    """Return the update of a composition whose hyperparameters are these options: those that change are inputs, and 0 here."""
-    numbers, scheduled = [group.get("maximize", False)], {}
-    for option in options:
-        for place, number in enumerate(group[option] if option == "betas" else (group[option],), 1):
-            if option in changed:
-                scheduled[f"beta{place}" if option == "betas" else option] = len(numbers)
-            numbers.append(0.0 if option in changed else number)
-    return _new_update(op, group, numbers, states, scheduled=scheduled, **others)
+RULES: dict[type, _Maker] = {torch.optim.SGD: _sgd, torch.optim.Adam: _adam, torch.optim.AdamW: _adam}
 
 
-def _sgd(group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Update:
-    momentum, weight_decay, nesterov = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
-    states = ("momentum_buffer",) if momentum else ()
-    dampens = bool(momentum and (group["dampening"] or "dampening" in changed))
-    if dtype == torch.float32 and not group["maximize"] and not dampens and not changed:
-        # Not as a first run: without dampening, a first buffer of zeros gives what torch's first step does.
-        return _new_update("sgd_", group, (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
-    return _composition("sgd", group, ("momentum", "dampening", "weight_decay", "nesterov"), states, changed, counts=dampens)
-
-
-def _adam(group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Update:
-    options = ("betas", "eps", "weight_decay", "decoupled_weight_decay")
-    if dtype == torch.float32 and not group["maximize"] and not group["amsgrad"] and not changed:
-        decoupled = bool(group["decoupled_weight_decay"])
-        return _new_update("adam_", group, (*group["betas"], group["eps"], group["weight_decay"], decoupled, True), _MOMENTS)
-    return _composition("adam", group, options, (*_MOMENTS, *(("max_exp_avg_sq",) if group["amsgrad"] else ())), changed)
-
-
-def _muon(group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Update:
-    options = ("momentum", "weight_decay", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-    return _composition("muon", group, options, ("momentum_buffer",), changed, counts=False)
-
-
-def _composed(op: str, states: tuple[str, ...], names: tuple[str, ...]) -> _Maker:
-    """Return the rule of a class whose hyperparameters, `names`, are numbers of a composition; betas are two."""
-    return lambda group, dtype, changed: _composition(
-        op, group, names, tuple(name for name in states if group.get(_ONLY_WITH.get(name), True)), changed)
-
-
-_ONLY_WITH = {"grad_avg": "centered", "momentum_buffer": "momentum"}  # a state, and the option that asks for it
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-RULES: dict[type, _Maker] = {
-    torch.optim.SGD: _sgd,
-    torch.optim.Adam: _adam,
-    torch.optim.AdamW: _adam,
-    torch.optim.RMSprop: _composed("rmsprop", ("square_avg", "grad_avg", "momentum_buffer"),
-                                   ("alpha", "eps", "weight_decay", "momentum", "centered")),
-    torch.optim.Adagrad: _composed("adagrad", ("sum",), ("lr_decay", "eps", "weight_decay")),
-    torch.optim.RAdam: _composed("radam", _MOMENTS, ("betas", "eps", "weight_decay", "decoupled_weight_decay")),
-    torch.optim.Adamax: _composed("adamax", ("exp_avg", "exp_inf"), ("betas", "eps", "weight_decay")),
-    torch.optim.Adadelta: _composed("adadelta", ("square_avg", "acc_delta"), ("rho", "eps", "weight_decay")),
-    torch.optim.Muon: _muon,
-}
+def has_op(optimizer: torch.optim.Optimizer, changed: Mapping[int, Collection[str]], half: torch.dtype | None = None) -> bool:
+    """Return whether an op of ours updates all parameters of an optimizer of torch; arguments as of `unsupported_reason`."""
+    return type(optimizer) in RULES and not any(changed.values()) and all(
+        RULES[type(optimizer)](group, half if half is not None and p.dtype == torch.float32 else p.dtype) is not None
+        for group in optimizer.param_groups for p in group["params"])

@@ -114,6 +114,18 @@ def _recompute(config: TransformConfig, context: Context) -> Pass | None:
     return Recompute(placeholders=context.placeholders, budget=budget and max(0, budget - context.left_out))
 
 
+def _unscale_clip_update(config: TransformConfig, context: Context) -> Pass | None:
+    if not context.is_train_step:
+        return None
+    return UnscaleClipUpdate(_inductor_decompositions) if config.inner == "inductor" else UnscaleClipUpdate()
+
+
+def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    from .._torch_compilers import inductor_decompositions
+
+    return inductor_decompositions()
+
+
 TABLE: tuple[Row, ...] = (
     Row(SyncBatchnorm, "sync_bn=True", _sync_batchnorm),
     Row(Precision, "opt_level=", lambda config, context: Precision(
@@ -129,7 +141,7 @@ TABLE: tuple[Row, ...] = (
     Row(ScheduleShards, "train_step() of a model under fully_shard()", _schedule_shards),
     Row(ChannelsLast, "train_step(), inner=\"inductor\"",
         lambda config, context: ChannelsLast() if context.is_train_step and config.inner != "eager" else None),
-    Row(UnscaleClipUpdate, "train_step()", lambda config, context: UnscaleClipUpdate() if context.is_train_step else None),
+    Row(UnscaleClipUpdate, "train_step()", _unscale_clip_update),
     Row(SkipWrites, "train_step(), safeguard=", lambda config, context: SkipWrites() if context.safeguard else None),
     Row(UpdateEarly, "train_step() without clipping or a loss scale",
         lambda config, context: UpdateEarly() if context.is_train_step else None),

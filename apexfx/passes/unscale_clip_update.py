@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..graph.mutation import storages, written_storages
 from ..graph.nodes import CASTS, before_upcast, call, fake_mode, inline, insert_after, value
 from ..ops.apply_gradients import Plan, plan_of
 from ..optimizers.end_of_step import run
+from ..optimizers.traced_step import TRACES
 from .base import Pass
 
 SKIP = "apexfx_skip"  # meta key of the node that says whether a step is skipped; False where none ever is
@@ -39,6 +40,10 @@ class UnscaleClipUpdate(Pass):
     numeric = "reassociates"
     provides = ("updated",)
 
+    def __init__(self, decompositions: Callable[[], Mapping[Any, Any]] = dict) -> None:
+        super().__init__()
+        self._decompositions = decompositions
+
     def call(self, gm: fx.GraphModule) -> PassResult:
         node = apply_node(gm)
         if node is None:
@@ -46,13 +51,18 @@ class UnscaleClipUpdate(Pass):
         trained_inputs(gm, node)  # or it is refused
         params, grads, slots, text, *count = node.args
         plan, mode = plan_of(text), fake_mode(gm.graph)
+        for part in plan.updates:  # before the graph's own tensors are fake ones
+            if not part.reads_halves:
+                TRACES[part.digest].graph(tuple(g is not None for g in grads[part.first:part.last]))
         memory = _storages((*params, *slots))
         written = written_storages(gm)
         memory |= _storages(gm.graph.find_nodes(op="placeholder")) & written
         own = [_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in _as_read(plan, grads, written)]
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
-            skip, norm, gradients = inline(gm.graph, run, (plan, params, own, slots, *count), like=node, mode=mode)
+            traced = any(not part.reads_halves for part in plan.updates)
+            skip, norm, gradients = inline(gm.graph, run, (plan, params, own, slots, *count), like=node, mode=mode,
+                                           decompositions=self._decompositions() if traced else {})
         skip.meta[SKIP] = bool(count) or any(getattr(part, "may_skip", False) for part in plan.parts)
         for user in list(node.users):
             place = user.args[1]

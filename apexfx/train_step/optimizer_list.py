@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..optimizers._base import FusedOptimizer
 from ..optimizers.held_state import check_held, check_options
-from ..optimizers.update_rules import unsupported_reason
+from ..optimizers.update_rules import Option, options_of, unsupported_reason
 
 
 class OptimizerList:
@@ -37,10 +37,10 @@ class OptimizerList:
         """The groups of all."""
         return [group for each in self._each for group in each.param_groups]
 
-    def unsupported_reason(self, half: torch.dtype | None, changed: Collection[tuple[int, int, str]] = ()) -> str:
+    def unsupported_reason(self, half: torch.dtype | None, changed: Collection[Option] = ()) -> str:
         """Return why none updates inside of the graph, as `unsupported_reason` of the first that cannot; "" where all do."""
         for place, each in enumerate(self._each):
-            if reason := unsupported_reason(each, half, [name for owner, _, name in changed if owner == place]):
+            if reason := unsupported_reason(each, half, options_of(place, changed)):
                 return reason if self._is_one else f"{type(each).__name__}: {reason}"
         return ""
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from .._torch import has_own_step, has_step_hooks, tensor_version
-from ..optimizers.update_rules import Labels, schedulable, updates
-from .parts.update import ApplyUpdate
+from ..optimizers.update_rules import Labels, Option, TracedUpdate, options_of, schedulable, updates
+from .parts.update import ApplyStep, ApplyUpdate
 from .slots import Row
 
-Option = tuple[int, int, str]  # places of an optimizer, and of a group of it, and the name of an option of the group
 _END = object()  # of a list, among objects of several
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # hyperparameters that are compared by value
 
@@ -40,16 +39,14 @@ class OptimizerState:
         for each in optimizers:
             _check_numbers(each)
         self.updates = [update for optimizer, each in enumerate(optimizers)
-                        for update in updates(each, trained, self.labels, _of(optimizer, scheduled))]
+                        for update in updates(each, trained, self.labels, options_of(optimizer, scheduled))]
         self.params = [p for update in self.updates for p in update.params]
         self.scalars: dict[str, Tensor] = {
-            f"lr_{place}": torch.zeros((), dtype=update.lr_dtype, device=update.params[0].device)
-            for place, update in enumerate(self.updates)}
-        self._counts = {id(update.step): update.step for update in self.updates if update.step is not None}
+            f"{name}_{place}": torch.zeros((), dtype=update.number_dtype, device=update.params[0].device)
+            for place, update in enumerate(self.updates) for name, _ in update.hyperparameters()}
+        self._counts = {id(count): count for update in self.updates for count, _ in update.counts_of()}
         self._step_names = {count: f"step_{place}" for place, count in enumerate(self._counts)}
         self.scalars.update((self._step_names[count], step) for count, step in self._counts.items())
-        self.scalars.update((f"{name}_{place}", torch.zeros((), dtype=torch.float64, device=update.params[0].device))
-                            for place, update in enumerate(self.updates) for name in update.scheduled)
         self._numbers: dict[str, float] = {}  # of the host, that scalars have now
         # The elements of the counts that the optimizers' states hold.
         self._elements = [tensor for each in optimizers for held in each.state.values() if isinstance(held, dict)
@@ -60,8 +57,8 @@ class OptimizerState:
     def set_hyperparameters(self) -> None:
         """Read the learning rates, and what else a scheduler may have changed; each keeps its tensor."""
         for place, update in enumerate(self.updates):
-            for name in ("lr", *update.scheduled):
-                number, scalar = _hyperparameter(update.group, name), f"{name}_{place}"
+            for name, number in update.hyperparameters():
+                scalar = f"{name}_{place}"
                 if isinstance(number, str):
                     raise _text_for_number(name, number)
                 if isinstance(number, Tensor) and number.device.type != "cpu":
@@ -71,15 +68,22 @@ class OptimizerState:
                     self.scalars[scalar].fill_(number)
                     self._numbers[scalar] = number
 
-    def parts(self) -> Iterator[ApplyUpdate]:
+    def parts(self) -> Iterator[ApplyUpdate | ApplyStep]:
         """Yield the updates as parts of the end of a step."""
         first = 0
         for place, update in enumerate(self.updates):
             last = first + len(update.params)
-            yield ApplyUpdate(update.op, first, last, tuple(update.states), f"lr_{place}",
-                              self._step_names[id(update.step)] if update.step is not None else None, update.numbers,
-                              bool(update.masters),
-                              tuple((number, f"{name}_{place}") for name, number in update.scheduled.items()))
+            if isinstance(update, TracedUpdate):
+                places = {id(p): number for number, p in enumerate(update.params, first)}
+                yield ApplyStep(update.op, first, last, update.trace.digest,
+                                tuple((name, places[id(p)]) for p, name, _ in update.held),
+                                tuple((self._step_names[id(vector)], tuple(places[id(p)] for p in members))
+                                      for vector, members in update.vectors),
+                                tuple(f"{name}_{place}" for name, _ in update.hyperparameters()))
+            else:
+                yield ApplyUpdate(update.op, first, last, tuple(update.states), f"lr_{place}",
+                                  self._step_names[id(update.step)] if update.step is not None else None, update.numbers,
+                                  bool(update.masters))
             first = last
 
     def rows(self, names: dict[int, str]) -> Iterator[Row]:
@@ -90,9 +94,8 @@ class OptimizerState:
         """
         first = 0
         for update in self.updates:
-            for key, tensors in (*update.states.items(), ("master_param", update.masters)):
-                yield from (Row(key, f"{names[id(p)]}.{key}", tensor, place)
-                            for place, (p, tensor) in enumerate(zip(update.params, tensors), first))
+            places = {id(p): place for place, p in enumerate(update.params, first)}
+            yield from (Row(key, f"{names[id(p)]}.{key}", tensor, places[id(p)]) for p, key, tensor in update.named())
             first += len(update.params)
         yield from (Row(name, name, tensor) for name, tensor in self.scalars.items())
 
@@ -101,7 +104,9 @@ class OptimizerState:
         self._versions = [tensor_version(step) for step in self._counts.values()]
 
     def was_counted_by_others(self) -> bool:
-        """Return whether something else than the graph has written or moved such numbers since."""
+        """Return whether something else than the graph has written or moved such numbers since, or a schedule takes a branch."""
+        if not all(update.holds() for update in self.updates):
+            return True
         return self._versions != [tensor_version(step) for step in self._counts.values()] or self._where != self._where_now()
 
     def _where_now(self) -> list[int]:
@@ -113,11 +118,11 @@ class OptimizerState:
         Args:
             updated: ids of the parameters that a run has updated.
         """
-        apart = [update for update in self.updates if update.step is not None and update.step.dim()
-                 and len({id(p) in updated for p in update.params}) > 1]
+        apart = {tuple(map(id, params)) for update in self.updates for count, params in update.counts_of()
+                 if count.dim() and len({id(p) in updated for p in params}) > 1}
         free = max(self.labels.values(), default=0) + 1
-        for number, update in enumerate(apart):
-            self.labels.update((id(p), free + number) for p in update.params if id(p) in updated)
+        for number, params in enumerate(apart):
+            self.labels.update((p, free + number) for p in params if p in updated)
         return bool(apart)
 
 
@@ -139,12 +144,12 @@ class Structure:
     None of that has a version, so that each call compares it.
 
     Args:
-        scheduled: as of `OptimizerState`: left out, but for whether there is momentum.
+        scheduled: as of `OptimizerState`: left out.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scheduled: Collection[Option] = ()) -> None:
         self._optimizers = optimizers
-        self._scheduled = [_of(place, scheduled) for place in range(len(optimizers))]
+        self._scheduled = [options_of(place, scheduled) for place in range(len(optimizers))]
         self._facts, self._params = self._facts_now(), [p for each in optimizers for group in each.param_groups
                                                         for p in group["params"]]
         self._guarded = self._guarded_now()
@@ -180,18 +185,12 @@ class Structure:
         return chain.from_iterable(parts)
 
 
-def _of(optimizer: int, options: Collection[Option]) -> dict[int, set[str]]:
-    """Return the options of one optimizer, by the place of their group."""
-    return {group: {name for owner, place, name in options if (owner, place) == (optimizer, group)}
-            for owner, group, _ in options if owner == optimizer}
-
-
 def _facts(optimizer: torch.optim.Optimizer, scheduled: dict[int, set[str]]) -> list[Any]:
     facts: list[Any] = [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state)]
     facts += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
     for place, group in enumerate(optimizer.param_groups):
         changing = scheduled.get(place, ())
-        facts += id(group), "momentum" not in changing or bool(group["momentum"])
+        facts.append(id(group))
         facts += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
                   if name not in ("lr", "params", "initial_lr") and name not in changing]
     return facts
@@ -207,10 +206,6 @@ def _check_numbers(optimizer: torch.optim.Optimizer) -> None:
 
 def _text_for_number(name: str, value: str) -> TypeError:
     return TypeError(f"apexfx: {name} of the optimizer is {value!r} (str), expected a number: float({value!r})")
-
-
-def _hyperparameter(group: dict[str, Any], name: str) -> Any:
-    return group["betas"][int(name[-1]) - 1] if name in ("beta1", "beta2") else group[name]
 
 
 def _comparable(value: Any) -> Any:

@@ -17,10 +17,10 @@ from ..compiler.process_groups import Groups
 from ..config import HALVES
 from ..distributed.agreement import Agreement
 from ..graph.shared_memory import overlapping
+from ..optimizers.update_rules import Option
 from ..report.data import Report
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
-from .optimizer_state import Option
 from .options import StepOptions
 
 

@@ -18,12 +18,13 @@ from ..errors import RankMismatchError
 from ..graph.printing import first_names
 from ..ops.apply_gradients import Plan, registered
 from ..optimizers.end_of_step import EndOfStep, named_slots
+from ..optimizers.update_rules import Option
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
 from .components import StepParts
 from .kept_buffers import KeptBuffers
 from .mean import StepMean
-from .optimizer_state import OptimizerState, Option, Structure, cycled, schedulable_options
+from .optimizer_state import OptimizerState, Structure, cycled, schedulable_options
 from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import in_order
 from .parts.part import Part

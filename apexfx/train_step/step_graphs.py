@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import set_grad_enabled, tensor_version, tree_leaves
-from .._torch_compilers import dynamo_config, guard_classes, mark_static_address, run_cached_graphs
+from .._torch_compilers import dynamo_config, guard_classes, mark_static, mark_static_address, run_cached_graphs
 from ..compiler.compiled_model import WARNING_FILTERS
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
@@ -163,7 +163,10 @@ class StepGraphs:
     def _compile_and_run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         warn_of_eval_mode(self._parts.model, self._parts.report)
         self._state.prepare()
-        gradients = grad_versions(params := self._state.inputs()["params"])
+        inputs = self._state.inputs()
+        for tensor in (*inputs["slots"], *inputs["buffers"]):  # whose order changes with what updates
+            mark_static(tensor)
+        gradients = grad_versions(params := inputs["params"])
         self._state.keep_buffers()
         of_program: list[Exception] = []
         with self._compiling(of_program), self._parts.step_model.traceable() as model:

@@ -1,16 +1,16 @@
-"""The update of parameters by an optimizer: one op, or a composition of ops, over all that are updated alike."""
+"""The update of parameters by an optimizer: one op over all that are updated alike, or its own step, traced."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...graph.printing import count_text
-from ...optimizers import compositions
+from ...optimizers import traced_step
 from ...optimizers.end_of_step import EndOfStep
 from ...optimizers.update import call_op, counts_updates
 from .part import Part
@@ -21,13 +21,12 @@ class ApplyUpdate(Part):
     """Update parameters that have a gradient, and count that.
 
     Attributes:
-        op: the name of an op, "adam_", or of a composition, "rmsprop".
+        op: the name of an op, "adam_".
         first, last: of the places of the parameters, and one behind them.
         states: the slots of each, in the op's order.
         masters: whether the parameters are copies of masters, which are a slot of each.
         lr, step: the slots of the step; no step where updates are not counted.
         numbers: the hyperparameters after the learning rate, in the op's order.
-        scheduled: (place in `numbers`, slot) of the numbers that the host sets before each step.
     """
 
     op: str
@@ -38,12 +37,7 @@ class ApplyUpdate(Part):
     step: str | None
     numbers: tuple[Any, ...]
     masters: bool = False
-    scheduled: tuple[tuple[int, str], ...] = ()
-
-    @property
-    def reads_halves(self) -> bool:
-        """Whether a half gradient may be read before it was widened for its parameter."""
-        return self.op not in compositions.COMPOSITIONS
+    reads_halves: ClassVar[bool] = True  # a half gradient may be read before it was widened for its parameter
 
     def apply(self, end: EndOfStep) -> None:
         places = self._places(end)
@@ -55,12 +49,6 @@ class ApplyUpdate(Part):
         states = [end.slots(name, places) for name in self.states]
         self._check(updated, states + [updated] * self.masters)
         step = None if self.step is None else _counts(end.slot(self.step), [place - self.first for place in places[:1]])[0]
-        if not self.reads_halves:
-            numbers = list(self.numbers)
-            for place, name in self.scheduled:
-                numbers[place] = end.slot(name)
-            compositions.update(self.op, params, grads, states, step, end.slot(self.lr), numbers, end.inverse, end.clip, end.skip)
-            return
         clip = end.clip.float() if end.clip is not None else None
         call_op(self.op, updated, grads, states, params if self.masters else [],
                 step.clone() if counts_updates(self.op) else None,  # a copy, since groups may share a count
@@ -85,15 +73,50 @@ class ApplyUpdate(Part):
         """Refuse state that is not what the update writes: Inductor's code would write it as if it were, beyond its end."""
         for place, tensors in enumerate(states):
             for p, held in zip(params, tensors):
-                dtype = torch.float32 if self.reads_halves else p.dtype
                 shape = torch.Size() if (self.op, place) == ("novograd_", 1) else p.shape  # a norm of each gradient
-                if (held.shape, held.dtype, held.device) != (shape, dtype, p.device):
+                if (held.shape, held.dtype, held.device) != (shape, torch.float32, p.device):
                     kinds = [f"{kind} of shape {list(shape)} on {device}" for kind, shape, device in (
-                        (held.dtype, held.shape, held.device), (dtype, shape, p.device))]
+                        (held.dtype, held.shape, held.device), (torch.float32, shape, p.device))]
                     raise ValueError(f"apexfx: the optimizer holds state of a parameter as {kinds[0]}, expected {kinds[1]}: one "
                                      "was converted after a step (model.double(), .to(), .data = ...). "
                                      "optimizer.load_state_dict(optimizer.state_dict()) converts dtype and device; a new "
                                      "optimizer begins anew")
+
+
+@dataclass(frozen=True)
+class ApplyStep(Part):
+    """Update the parameters of an optimizer by its own `step()`, which was traced.
+
+    Attributes:
+        name: "Lion.step()".
+        first, last: of the places of the parameters, and one behind them.
+        digest: of the trace.
+        held: (slot, place of its parameter) of the state that each parameter has for itself.
+        vectors: (slot, places of the parameters) of numbers that parameters have in common, an element each.
+        numbers: the slots of what the host sets.
+    """
+
+    name: str
+    first: int
+    last: int
+    digest: str
+    held: tuple[tuple[str, int], ...]
+    vectors: tuple[tuple[str, tuple[int, ...]], ...]
+    numbers: tuple[str, ...]
+    reads_halves: ClassVar[bool] = False
+
+    def apply(self, end: EndOfStep) -> None:
+        grads = end.grads[self.first:self.last]
+        if all(g is None for g in grads):
+            return
+        held = [end.slots(name, [place])[0] for name, place in self.held]
+        vectors = [(end.slot(name), [place - self.first for place in places]) for name, places in self.vectors]
+        traced_step.apply(self.digest, end.params[self.first:self.last], grads, held, vectors,
+                          [end.slot(name) for name in self.numbers], (end.inverse, end.clip), end.skip)
+
+    def describe(self) -> str:
+        nodes, params = traced_step.TRACES[self.digest].num_nodes, self.last - self.first
+        return f"{self.name}, traced: {count_text(nodes, 'node')} over {count_text(params, 'parameter')}"
 
 
 def _counts(count: Tensor, members: Sequence[int]) -> list[Tensor]:

@@ -1,0 +1,450 @@
+"""The update of an optimizer without an op of ours: its own `step()`, traced once into ops over parameters, gradients and state.
+
+`step()` runs on a shadow: an instance of the class that was made without its `__init__` and has what the optimizer has, but
+for other parameters. Traced are its tensors, and as numbers of the graph the learning rates and what a schedule changes. What
+cannot be a graph is refused by the line that does it: a number that is needed on the host, random numbers, a count in Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import traceback
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import FakeTensorMode, muon, not_compiling, plain_step, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_of_numbers
+
+Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
+_OUR_FILES = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH_FILES, _TORCH_OPTIM = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torch.optim.__file__) + os.sep
+_NUMBERS = (int, float, bool)
+
+
+def read_number(groups: Sequence[dict[str, Any]], place: Place) -> Any:
+    """Return what a group has at a place."""
+    group, option, which = place
+    return groups[group][option] if which is None else groups[group][option][which]
+
+
+def numbers_of(optimizer: torch.optim.Optimizer, changed: Mapping[int, Collection[str]]) -> dict[str, Place]:
+    """Return name -> place of the learning rates, and of what a schedule changes besides: "lr", "beta1.1" of the second group."""
+    named: dict[str, Place] = {}
+    for place, group in enumerate(optimizer.param_groups):
+        suffix = f".{place}" if place else ""
+        for option in ("lr", *sorted(changed.get(place, ()))):
+            if isinstance(value := group.get(option), (tuple, list)):
+                named.update((f"{option.removesuffix('s')}{which}{suffix}", (place, option, which - 1))
+                             for which in range(1, len(value) + 1))
+            elif value is not None:
+                named[f"{option}{suffix}"] = place, option, None
+    return named
+
+
+def signature(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]],
+              numbers: Mapping[str, Place]) -> Any:
+    """Return what a trace follows from, to be compared by its text: numbers of the graph are left out."""
+    changing = {place[:2] for place in numbers.values()}
+    places = {id(p): place for place, p in enumerate(params)}
+    groups = [[(k, "changes" if (place, k) in changing else _comparable(v)) for k, v in group.items() if k != "params"]
+              + [places.get(id(p)) for p in group["params"]] for place, group in enumerate(optimizer.param_groups)]
+    attributes = [(k, _comparable(v)) for k, v in _attributes(optimizer).items()]
+    held = [[(k, _comparable(v)) for k, v in state.items()] for state in states]
+    return ([_comparable(p) for p in params], held, groups, attributes,
+            [type(read_number(optimizer.param_groups, place)).__name__ for place in numbers.values()])
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _kind(value), value.stride()
+    if isinstance(value, (list, tuple)):
+        return [_comparable(each) for each in value]
+    if isinstance(value, dict):
+        return [(k, _comparable(v)) for k, v in value.items()]
+    return value if isinstance(value, (*_NUMBERS, str, torch.dtype, type(None))) else id(value)
+
+
+class StepTrace:
+    """The `step()` of an optimizer as graphs, one for each set of parameters that have a gradient.
+
+    A graph takes the parameters, the gradients that there are, the tensors of the state, and the numbers, and returns what
+    the step makes of those that it writes: `written` says which of the parameters and the state these are.
+
+    Args:
+        optimizer: the user's; nothing of it is changed.
+        params: those that are trained.
+        state: of each, as the optimizer has it or is about to.
+        numbers: as of `numbers_of`.
+        shared: (place of a parameter, of a leaf of its state) -> place of the 0-d tensor that several parameters have there.
+        half: what float32 parameters are about to be cast to.
+
+    Raises:
+        NotTraceable: it cannot be a graph.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], state: Sequence[Mapping[str, Any]],
+                 numbers: Mapping[str, Place], shared: Mapping[tuple[int, int], int] = {},
+                 half: torch.dtype | None = None) -> None:
+        self.name, self.numbers, self._class = type(optimizer).__name__, dict(numbers), type(optimizer)
+        self._attributes = _attributes(optimizer)
+        places = {id(p): place for place, p in enumerate(params)}
+        self._groups = [{**group, "params": [places[id(p)] for p in group["params"] if id(p) in places]}
+                        for group in optimizer.param_groups]
+        self._now = {place: read_number(optimizer.param_groups, place) for place in self.numbers.values()}
+        self._mode = FakeTensorMode()
+        self._params = [_fake(self._mode, p, half) for p in params]
+        flat = [tree_flatten(dict(held)) for held in state]
+        self._trees = [tree for _, tree in flat]
+        self._leaves = [[_fake(self._mode, leaf, None) for leaf in leaves] for leaves, _ in flat]
+        self._others = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
+        self._shared = dict(shared)
+        self._held = [(p, place) for p, leaves in enumerate(self._leaves) for place, leaf in enumerate(leaves)
+                      if isinstance(leaf, Tensor) and (p, place) not in self._shared]
+        self._graphs: dict[tuple[bool, ...], tuple[fx.GraphModule, list[int]]] = {}
+        self.guards: list[tuple[Host, bool]] = []
+        graph, _ = self.graph((True,) * len(params))
+        self.num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
+        layout = [(tuple(p.shape), p.stride(), p.dtype) for p in self._params], self._held, self._shared, self.numbers
+        self.digest = hashlib.sha256(f"{graph.code}{layout}".encode()).hexdigest()[:16]
+
+    def held_of(self, states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, Tensor]]:
+        """Yield (place of the parameter, name, tensor) of the state that the graph takes as it is."""
+        for p, place in self._held:
+            names = [(name, number) for name, value in states[p].items() for number in range(len(tree_leaves(value)))]
+            (name, number), leaves = names[place], tree_leaves(dict(states[p]))
+            alone = len(tree_leaves(states[p][name])) == 1
+            yield p, name if alone else f"{name}.{number}", leaves[place]
+
+    def check(self, params: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+        """Refuse other tensors than those that the step was traced for."""
+        traced = [*self._params, *(self._leaves[p][place] for p, place in self._held)]
+        for tensor, own in zip((*params, *held), traced, strict=True):
+            if _kind(tensor) != _kind(own):
+                raise unlike_state(tensor, own)
+
+    def graph(self, present: tuple[bool, ...]) -> tuple[fx.GraphModule, list[int]]:
+        """Return the graph in which these parameters have a gradient, and what it writes."""
+        if present not in self._graphs:
+            try:
+                with not_compiling(), self._mode, torch.no_grad():
+                    self._graphs[present] = self._traced(present)
+            except SharedDiffer:
+                raise
+            except Exception as error:
+                raise NotTraceable(_reason(error)) from error
+        return self._graphs[present]
+
+    def _traced(self, present: tuple[bool, ...]) -> tuple[fx.GraphModule, list[int]]:
+        grads = [torch.empty_like(p) for p, here in zip(self._params, present) if here]
+        held = [self._leaves[p][place] for p, place in self._held]
+        firsts = {index: self._leaves[p][place] for (p, place), index in self._shared.items()}
+        scalars = [torch.empty((), dtype=torch.float64, device=self._params[0].device) for _ in self.numbers]
+        inputs = [*self._params, *grads, *held, *(firsts[index] for index in sorted(firsts)), *scalars]
+        sizes = [len(self._params), len(grads), len(held), len(firsts), len(scalars)]
+        recorder = Recorder(inputs, self._now)
+        run = torch.func.functionalize(functools.partial(self._run, recorder, present, sizes))
+        with recorder:
+            new = recorder.paths(lambda: run(*inputs))
+        self.guards += recorder.guards
+        params, _, held, firsts, _ = _split(inputs, sizes)
+        old, common = [*params, *held, *firsts], list(firsts)
+        for ((p, _), index), value in zip(self._shared.items(), new[len(params) + len(held):], strict=True):
+            if present[p] and common[index] is not value:
+                if common[index] is not firsts[index]:
+                    raise SharedDiffer(index)
+                common[index] = value
+        new = [*new[:len(params) + len(held)], *common]
+        if left := [place for place, here in enumerate(present) if here and new[place] is old[place]]:
+            raise NotTraceable(f"leaves parameter {left[0]} as it is, which has a gradient")
+        written = [place for place, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
+        for place in written:
+            if _kind(old[place]) != _kind(new[place]):
+                raise NotTraceable(f"makes {_kind(new[place])} of state that is {_kind(old[place])}")
+        return recorder.finish([new[place] for place in written]), written
+
+    def _run(self, recorder: Recorder, present: Sequence[bool], sizes: Sequence[int], *tensors: Tensor) -> list[Tensor]:
+        """Run the step on a shadow; return its parameters, and the tensors of its state, those that are shared at the end."""
+        params, grads, held, firsts, scalars = _split([tensor.clone() for tensor in tensors], sizes)
+        following = iter(grads)
+        for p, here in zip(params, present):
+            p.grad = next(following) if here else None
+        leaves = [list(each) for each in self._leaves]
+        for (p, place), tensor in zip(self._held, held):
+            leaves[p][place] = tensor
+        for (p, place), index in self._shared.items():
+            leaves[p][place] = firsts[index].clone()
+        groups = [{**group, "params": [params[place] for place in group["params"]]} for group in self._groups]
+        for place, scalar in zip(self.numbers.values(), scalars):
+            _set_number(groups, place, self._symbolic(recorder, place, scalar))
+        state: dict[Any, Any] = defaultdict(dict, {k: _copied(v) for k, v in self._others.items()})
+        state.update((p, tree_unflatten(own, tree)) for p, own, tree in zip(params, leaves, self._trees) if own)
+        shadow = shadow_of(self._class, self._attributes, groups, state)
+        before = _facts(shadow)
+        with AsFunctionalized(), asked_of_numbers(), patch.object(muon, "_zeropower_via_newtonschulz", _orthogonalized):
+            plain_step(self._class)(shadow)
+        if changed := [name for name, value in _facts(shadow).items() if not _same(value, before.pop(name, _NOTHING))]:
+            raise NotTraceable(f"counts in Python: {changed[0]} is another after it")
+        new: list[list[Any]] = []
+        for p, tree in zip(params, self._trees):
+            own, now = tree_flatten(dict(state[p]) if p in state else {})
+            if now != tree:
+                raise NotTraceable("adds to its state, or takes away from it")
+            new.append(own)
+        ordered = [new[p][place] for p, place in (*self._held, *self._shared)]
+        if not all(isinstance(leaf, Tensor) for leaf in ordered):
+            raise NotTraceable("puts something else in the place of a tensor of its state")
+        return [*params, *ordered]
+
+    def _symbolic(self, recorder: Recorder, place: Place, scalar: Tensor) -> Any:
+        if isinstance(now := self._now[place], Tensor):
+            return scalar.to(now.dtype).reshape(now.shape)
+        return recorder.symbolic_input(scalar, lambda numbers: numbers[place])
+
+    def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Return whether the branches are taken that were traced, by what the groups have now."""
+        now = {place: read_number(groups, place) for place in self.numbers.values()} if self.guards else {}
+        return all(bool(host(now)) == outcome for host, outcome in self.guards)
+
+
+def _orthogonalized(gradient: Tensor, coefficients: tuple[float, float, float], num_iterations: int, eps: float) -> Tensor:
+    """Do what torch's Muon does, by one op."""
+    return torch.ops.apexfx.orthogonalize([gradient.bfloat16()], *coefficients, eps, num_iterations)[0]
+
+
+class SharedDiffer(Exception):
+    """What several parameters had in common differs after a step; `index` is that of the vector."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
+
+
+TRACES: weakref.WeakValueDictionary[str, StepTrace] = weakref.WeakValueDictionary()  # by digest
+
+
+def apply(digest: str, params: Sequence[Tensor], grads: Sequence[Tensor | None], held: Sequence[Tensor],
+          shared: Sequence[tuple[Tensor, Sequence[int]]], numbers: Sequence[Tensor], factors: Sequence[Tensor | None],
+          skip: Tensor | None) -> None:
+    """Update parameters and state as a traced step does; where `skip` is not 0, change nothing.
+
+    Args:
+        held: the tensors of the state that each parameter has for itself.
+        shared: (vector, its members) of those that parameters have in common.
+        numbers: that the host sets, 0-d, float64.
+        factors: of the gradients, or None.
+    """
+    trace = TRACES[digest]
+    present = tuple(g is not None for g in grads)
+    graph, written = trace.graph(present)
+    trace.check(params, held)
+    own = [g for g in grads if g is not None]
+    for factor in (factor for factor in factors if factor is not None):
+        own = [g * factor.to(g.dtype) for g in own]
+    if skip is not None:  # an op may raise where something is not finite
+        own = [torch.where(skip != 0, 0.0, g) for g in own]
+    updated = [[i for i, p in enumerate(members) if present[p]] for _, members in shared]
+    firsts = [vector[places[0] if places else 0] for (vector, _), places in zip(shared, updated)]
+    old = [*params, *held, *firsts]
+    new = dict(zip(written, graph(*params, *own, *held, *firsts, *numbers)))
+    if skip is not None:
+        new = {place: torch.where(skip != 0, old[place], value) for place, value in new.items()}
+    own_places = [place for place in new if place < len(params) + len(held)]
+    torch.ops.aten._foreach_copy_([old[place] for place in own_places], [new[place] for place in own_places])
+    for place, ((vector, members), places) in enumerate(zip(shared, updated), len(params) + len(held)):
+        if place in new and len(places) == len(members):
+            vector.copy_(new[place])
+        elif place in new:
+            vector.copy_(torch.stack([new[place] if i in places else vector[i] for i in range(len(members))]))
+
+
+# ---- state that is not there as yet -------------------------------------------------------------------------------------------
+
+
+class _FirstValues(dict):
+    """The state of a parameter, which remembers what it was first set to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.first:
+            self.first[name] = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+        super().__setitem__(name, value)
+
+    def setdefault(self, name: str, value: Any = None) -> Any:
+        if name not in self:
+            self[name] = value
+        return self[name]
+
+    def update(self, *others: Any, **named: Any) -> None:
+        for name, value in dict(*others, **named).items():
+            self[name] = value
+
+
+def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
+                  half: torch.dtype | None = None) -> list[dict[str, Any]]:
+    """Return the state of each parameter, of one that has none as the first step makes it: the step does one on a copy.
+
+    Raises:
+        NotTraceable: a first step does not what a step on that state would do.
+    """
+    attributes = _attributes(optimizer)
+    if own := [name for name, value in attributes.items() if not _is_plain(value)]:
+        raise NotTraceable(f"may use what it keeps beside its state: self.{own[0]}")
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    states: list[dict[str, Any]] = []
+    found: dict[Any, bool] = {}  # kind of parameter -> whether the state begins as it is first set, and not as zeros
+
+    def step(p: Tensor, grad: Tensor, held: dict[str, Any]) -> None:
+        group = {**{k: _copied(v) for k, v in group_of[id(source)].items()}, "params": [p]}
+        shadow = shadow_of(type(optimizer), attributes, [group], defaultdict(dict, {p: held}))
+        p.grad = grad
+        torch.manual_seed(0)
+        plain_step(type(optimizer))(shadow)
+
+    for source in params:
+        if held := optimizer.state.get(source):
+            states.append(dict(held))
+            continue
+        dtype = half if half is not None and source.dtype == torch.float32 else source.dtype
+        with torch.no_grad(), torch.random.fork_rng(), not_compiling():
+            try:
+                p, held = source.detach().to(dtype, copy=True).requires_grad_(), _FirstValues()
+                step(p, torch.zeros_like(p), held)
+                first, zeros = held.first, tree_map(_zeros, held.first)
+                if (kind := (id(group_of[id(source)]), _kind(p))) not in found:
+                    grad = torch.linspace(-1, 1, p.numel(), dtype=torch.float32, device=p.device).reshape(p.shape).to(dtype)
+                    runs = []
+                    for held in ({}, tree_map(_cloned, first), tree_map(_cloned, zeros)):
+                        p = source.detach().to(dtype, copy=True).requires_grad_()
+                        step(p, grad.clone(), held)
+                        runs.append([p, *tree_leaves(held)])
+                    alike = [len(run) == len(runs[0]) and all(map(_equal, run, runs[0])) for run in runs[1:]]
+                    if not any(alike):
+                        raise NotTraceable("has a first step of its own, which makes its state")
+                    found[kind] = alike[0]
+            except NotTraceable:
+                raise
+            except Exception as error:
+                raise NotTraceable(_reason(error)) from error
+        states.append(first if found[kind] else zeros)
+    return states
+
+
+def _zeros(leaf: Any) -> Any:
+    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.nan_to_num(), b.nan_to_num())
+    return _same(a, b) or a == b
+
+
+_NOTHING = object()
+
+
+def shadow_of(cls: type, attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> torch.optim.Optimizer:
+    """Return an instance that has these groups and this state, and other attributes as they are, containers copied."""
+    shadow = cls.__new__(cls)
+    shadow.__dict__.update((k, _copied(v)) for k, v in attributes.items())
+    shadow.__dict__.update(param_groups=groups, state=state)
+    return shadow
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer keeps beside groups and state; hooks of torch's are none of it."""
+    return {k: {} if k.startswith("_optimizer_") else v for k, v in vars(optimizer).items()
+            if k not in ("param_groups", "state", "step")}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value leads to no tensor, and to no other optimizer: a shadow has the same."""
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, (*_NUMBERS, str, type, types.FunctionType, types.BuiltinFunctionType, torch.dtype,
+                                               torch.device))
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if type(value) in (dict, list, set) else value
+
+
+def _facts(shadow: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a step in Python may change, by name."""
+    facts = {f"self.{k}": _copied(v) for k, v in vars(shadow).items() if k not in ("param_groups", "state")}
+    for place, group in enumerate(shadow.param_groups):
+        facts.update((f"{k!r} of group {place}", _copied(v)) for k, v in group.items() if k != "params")
+    for place, held in enumerate(shadow.state.values()):
+        leaves = tree_flatten(dict(held) if isinstance(held, dict) else held)[0]
+        facts.update((f"number {number} of the state of parameter {place}", leaf) for number, leaf in enumerate(leaves)
+                     if isinstance(leaf, _NUMBERS) or isinstance(leaf, torch.SymFloat))
+    return facts
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or type(a) is type(b) and isinstance(a, (*_NUMBERS, str, set)) and a == b
+
+
+def _set_number(groups: list[dict[str, Any]], place: Place, number: Any) -> None:
+    group, option, which = place
+    if which is not None:
+        pair = list(groups[group][option])
+        pair[which] = number
+        number = tuple(pair)
+    groups[group][option] = number
+
+
+def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
+    following = iter(tensors)
+    return [[next(following) for _ in range(size)] for size in sizes]
+
+
+def _fake(mode: Any, leaf: Any, half: torch.dtype | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach()
+    with torch.no_grad():
+        fake = mode.from_tensor(leaf, static_shapes=True)
+        return fake.to(half) if half is not None and fake.dtype == torch.float32 else fake
+
+
+def unlike_state(held: Tensor, expected: Tensor) -> ValueError:
+    """Return the error about a tensor that is another than it was, or is to be."""
+    return ValueError(f"apexfx: the optimizer holds state of a parameter as {_kind(held)}, expected {_kind(expected)}: one was "
+                      "converted after a step (model.double(), .to(), .data = ...). optimizer.load_state_dict("
+                      "optimizer.state_dict()) converts dtype and device; a new optimizer begins anew")
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
+
+
+def _reason(error: BaseException) -> str:
+    """Return what a step did that is no graph, and by which line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OUR_FILES)
+              and (not frame.filename.startswith(_TORCH_FILES) or frame.filename.startswith(_TORCH_OPTIM)) and frame.line]
+    what = str(error) if isinstance(error, NotTraceable) else f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if not frames:
+        return what
+    return f"{what}, in {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"

@@ -1,0 +1,80 @@
+"""An optimizer without an op updates in the graph by its own step(), traced, to the bits of its eager one, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from torch import optim
+
+from tests.optimizers import foreign_optimizers as foreign
+from tests.tables import table
+from tests.train_step.test_optimizers import Net, assert_same, batches, eager_step, loss_of, made, name_of
+from tests.train_step.test_step import ROUNDING
+
+import apexfx  # isort: skip
+
+CASES = [
+    *((kind, {"foreach": foreach}, {"maximize": True})
+      for kind in (optim.NAdam, optim.ASGD, optim.Rprop, optim.Adafactor) for foreach in (False, True)),
+    (optim.RAdam, {"foreach": True}, {"weight_decay": 0.1}),
+    (optim.RMSprop, {"foreach": True, "centered": True}, {"momentum": 0.9}),
+    *((kind, {}, {"weight_decay": 0.0}) for kind in (
+        foreign.Lion, foreign.Signum, foreign.LARS, foreign.KellersMuon, foreign.Shampoo, foreign.Clipped)),
+]
+
+
+@table(3, "case", CASES, ids=name_of)
+def test_twenty_steps_with_a_schedule_a_skip_and_a_checkpoint_are_those_of_its_own_step(case):
+    model, reference = Net(), Net()
+    optimizer, theirs = made(case, model), made(case, reference)
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager", loss_scale=1024.0)
+    schedules = [optim.lr_scheduler.CosineAnnealingLR(each, 20) for each in (optimizer, theirs)]
+    for place, (x, target) in enumerate(batches(20)):
+        if place == 7:
+            step(x * math.inf, target)
+        if place == 10:
+            states = copy.deepcopy((optimizer.state_dict(), theirs.state_dict()))
+            optimizer.load_state_dict(states[1])
+            theirs.load_state_dict(states[0])
+        step(x, target)
+        eager_step(reference, [theirs], x, target)
+        for schedule in schedules:
+            schedule.step()
+    assert step.skipped == 1 and "outside of the graph" not in str(step.report)
+    assert f"{case[0].__name__}.step(), traced: " in str(step.report.to_json())
+    assert_same(model.state_dict(), reference.state_dict())
+    assert_same(*(each.state_dict()["state"] for each in (optimizer, theirs)))
+
+
+@table(1, "case", CASES, ids=name_of)
+def test_a_clipped_update_is_that_of_clipped_gradients(case):
+    model, reference = Net(), Net()
+    optimizer, theirs = made(case, model), made(case, reference)
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager", max_grad_norm=0.5)
+    for batch in batches(3):
+        step(*batch)
+        eager_step(reference, [theirs], *batch, max_grad_norm=0.5)
+    tolerance = {"rtol": 0, "atol": 1e-2} if case[0] is foreign.KellersMuon else ROUNDING
+    assert_same(model.state_dict(), reference.state_dict(), **tolerance)
+
+
+@pytest.mark.parametrize("kind, reason", [
+    (foreign.Host, r"needs a number on the host.*foreign_optimizers.py:\d+: p.add_\(g, alpha=-float"),
+    (foreign.Noise, "draws random numbers .aten.randn_like"), (foreign.OfItself, "counts in Python: self.calls"),
+    (foreign.Lazy, "has a first step of its own")])
+def test_what_no_graph_holds_runs_outside_of_it_and_the_report_has_the_line(kind, reason):
+    model, reference = Net(), Net()
+    optimizer, theirs = (kind(each.parameters(), lr=0.01) for each in (model, reference))
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
+    [note] = [note for note in step.report.notes if "outside of the graph" in note]
+    assert re.search(reason, note), note
+    for batch in batches(3):
+        torch.manual_seed(0)
+        step(*batch)
+        torch.manual_seed(0)
+        eager_step(reference, [theirs], *batch)
+    assert_same(model.state_dict(), reference.state_dict())
