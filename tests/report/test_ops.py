@@ -159,6 +159,8 @@ def test_no_override_is_advised_of_what_ends_a_step(caplog):
                              precision={"0": "float32", "mul": "half"})
     step(torch.randn(4, 8), torch.randint(4, (4,)))
     assert step.report.uncovered() == ["precision['mul'] covers no module path and no op"]  # the product with the loss scale
+    with pytest.raises(RuntimeError, match="that of a whole training step; its stages are forward and step"):
+        step.print_readable(stage="backward")
     assert "does not reach" not in caplog.text + str(step.report)
     explained = str(step.report.explain("loss"))
     assert explained.startswith("loss at O1: 1 op, 1 in f32\n")
