@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .components import StepParts
 from .parts.loss_scale import of_grad_scaler
+from .slots import section
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ def _checked(parts: StepParts, state: Any) -> dict[str, Any]:
                          "Load what a loop has saved into the model and the optimizer themselves, which the step shares")
     if not isinstance(ranks := state["num_ranks"], int) or ranks < 1:
         raise ValueError(f"apexfx: the state was given with num_ranks={ranks!r}, expected a whole number, 1 or more")
+    for name in state.keys() - _ALWAYS - {"objective"} | {"scaler"}:
+        section(state, (name, ""))
     own: dict[str, Any] = {"scaler": {}}
     parts.slots.save(own, {})
     is_of_step = not (isinstance(state["scaler"], dict) and "_growth_tracker" in state["scaler"])

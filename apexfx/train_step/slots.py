@@ -130,13 +130,13 @@ class Slots:
         """
         of_section: dict[tuple[str, ...], Collection[str]] = {}  # whose parameters have something there
         for slot in self._saved():
-            section = _section(state, slot.saved) if slot.each else None
-            if section is not None and (slot.saved[0] != "parts" or slot.saved[-1] in section):  # else it begins anew
-                self._check_each(slot, section, named, of_section)
+            held = section(state, slot.saved) if slot.each else None
+            if held is not None and (slot.saved[0] != "parts" or slot.saved[-1] in held):  # else it begins anew
+                self._check_each(slot, held, named, of_section)
             for keys in (slot.saved, slot.also_saved) if not slot.each else ():
-                if keys and keys[-1] in (section := _section(state, keys) or {}):
+                if keys and keys[-1] in (held := section(state, keys) or {}):
                     own = self._of_step[slot.name]
-                    _check(slot, f"{'.'.join(keys[:-1])}: {keys[-1]!r}", section[keys[-1]], own.shape, own.dtype)
+                    _check(slot, f"{_said(keys[:-1])}: {keys[-1]!r}", held[keys[-1]], own.shape, own.dtype)
                     break
 
     def _check_each(self, slot: Slot, section: Mapping[str, Any], named: Mapping[str, Tensor],
@@ -177,26 +177,30 @@ class Slots:
 def _found(state: Mapping[str, Any], slot: Slot) -> Any:
     """Return what a checkpoint has of a slot; None for nothing."""
     for keys in filter(None, (slot.saved, slot.also_saved)):
-        if keys[-1] in (section := _section(state, keys) or {}):
-            return section[keys[-1]]
+        if keys[-1] in (held := section(state, keys) or {}):
+            return held[keys[-1]]
     return None
 
 
-def _section(state: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any] | None:
+def _said(keys: Sequence[str]) -> str:
+    return f"{'.'.join(keys)}{', of a loss scale' if keys[0] == 'scaler' else ''}"
+
+
+def section(state: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any] | None:
     """Return what a checkpoint has below all of `keys` but the last one; None where it has nothing there.
 
     Raises:
         ValueError: it is no dict.
     """
-    section = state
+    held = state
     for place, key in enumerate(keys[:-1], 1):
-        if key not in section:
+        if key not in held:
             return None
-        section = section[key]
-        if not isinstance(section, Mapping):
-            raise ValueError(f"apexfx: the state was given with {'.'.join(keys[:place])} as {short(section)}, expected a dict; "
-                             "load what state_dict() has returned")
-    return section
+        held = held[key]
+        if not isinstance(held, Mapping):
+            raise ValueError(f"apexfx: the state was given with {_said(keys[:place])} as {short(held)}, expected a dict; load "
+                             "what state_dict() has returned")
+    return held
 
 
 def _check(slot: Slot, what: str, given: Any, shape: torch.Size, dtype: torch.dtype) -> None:

@@ -457,7 +457,7 @@ def test_what_is_no_state_of_this_step_is_refused():
     step = make(loss_scale="dynamic")
     with pytest.raises(ValueError, match=r"expected what state_dict\(\) returns.* Load what a loop has saved into the model"):
         step.load_state_dict({"model": {}})
-    with pytest.raises(ValueError, match="scaler: 'loss_scale' has the shape "):
+    with pytest.raises(ValueError, match="scaler, of a loss scale: 'loss_scale' has the shape "):
         step.load_state_dict({**make().state_dict(), "scaler": {"loss_scale": torch.ones(3)}})
     before = copy.deepcopy(step.state_dict())
     other = {**step.state_dict(), "optimizer": SGD([torch.zeros(1)], lr=0.1).state_dict()}
