@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ..config import is_number
 from ._base import FusedOptimizer
 from ._checkpoints import lacking, short
+from .symbolic_numbers import NotTraceable
+from .traced_step import initial_state
 from .update_rules import FUSED, RULES
 
 # The first: torch puts it into the defaults of any class that loads a state; the second is of the constructor alone.
@@ -33,7 +35,7 @@ def check_held(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> No
         if absent := [name for name in optimizer.defaults if name not in group and name not in _NOT_READ]:
             raise ValueError(f"apexfx: a group of the optimizer has no {absent[0]!r}, which {cls} keeps: it was saved by another "
                              "class. Load it into that one, or load the model alone and begin with a new optimizer")
-        if type(optimizer) not in (*FUSED, *RULES):
+        if not _is_known(optimizer):
             continue
         for p in group["params"]:
             held = optimizer.state.get(p)
@@ -50,9 +52,20 @@ def _fault(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor, h
     if isinstance(optimizer, FusedOptimizer):
         entries, scalars, counts = optimizer._names(group), optimizer._scalar_state_names, False
     else:
-        update = RULES[type(optimizer)](group, p.dtype)
+        update = RULES[type(optimizer)](group, p.dtype) if type(optimizer) in RULES else None
         if update is None:
-            return ""  # its own step says what it lacks
+            try:
+                [made] = initial_state(optimizer, [p], anew=True)
+            except NotTraceable:
+                return ""
+            if fault := lacking(type(optimizer).__name__, held, tuple(made)):
+                return fault
+            for name, own in ((name, held[name]) for name, first in made.items() if isinstance(first, Tensor)):
+                shape = made[name].shape
+                if name != "step" and (not isinstance(own, Tensor) or own.shape != shape):
+                    kind = f"a tensor of shape {list(own.shape)}" if isinstance(own, Tensor) else short(own)
+                    return f"has {name!r}, {kind}, expected a tensor of shape {list(shape)}"
+            return "" if is_count(held.get("step", 0)) else f"has 'step', {short(held['step'])}, expected how many updates it had"
         entries, scalars, counts = tuple(update.states), (), update.counts
     if fault := lacking(type(optimizer).__name__, held, (*entries, *scalars, *(("step",) if counts else ()))):
         return fault
@@ -80,8 +93,7 @@ def check_options(optimizer: torch.optim.Optimizer) -> None:
         ValueError: what the class says.
     """
     takes = inspect.signature(type(optimizer)).parameters
-    is_known = type(optimizer) in FUSED or type(optimizer).__module__.startswith("torch.optim.")
-    for group in optimizer.param_groups if is_known else ():
+    for group in optimizer.param_groups if _is_known(optimizer) else ():
         options = {name: group[name] for name in optimizer.defaults if name in group and name in takes and name != "step"}
         like = [nn.Parameter(torch.zeros((1, 1), dtype=p.dtype, device=p.device)) for p in group["params"][:1]]
         try:
@@ -92,6 +104,10 @@ def check_options(optimizer: torch.optim.Optimizer) -> None:
         except Exception as error:
             raise ValueError(f"apexfx: the state of {type(optimizer).__name__} was given with an option that it does not take: "
                              f"{error}") from error
+
+
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer) in FUSED or type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _is_like(option: Any, default: Any) -> bool:

@@ -292,8 +292,12 @@ class _FirstValues(dict):
 
 
 def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
-                  half: torch.dtype | None = None) -> list[dict[str, Any]]:
+                  half: torch.dtype | None = None, *, anew: bool = False) -> list[dict[str, Any]]:
     """Return the state of each parameter, of one that has none as the first step makes it: the step does one on a copy.
+
+    Args:
+        half: what float32 parameters are about to be cast to.
+        anew: for parameters that have a state, too.
 
     Raises:
         NotTraceable: a first step does not what a step on that state would do.
@@ -313,7 +317,7 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
         plain_step(type(optimizer))(shadow)
 
     for source in params:
-        if held := optimizer.state.get(source):
+        if (held := optimizer.state.get(source)) and not anew:
             states.append(dict(held))
             continue
         dtype = half if half is not None and source.dtype == torch.float32 else source.dtype
