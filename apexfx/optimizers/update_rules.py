@@ -119,7 +119,7 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
             tensors.append(optimizer.state[p][name])
     for (_, _, count), update in alike.items():
         if update.counts:
-            update.step = _one_vector(optimizer, update.params, "step", torch.tensor(count))
+            update.step = _one_vector(optimizer, update.params, "step", torch.tensor(count, dtype=torch.float32))
     return list(alike.values())
 
 
