@@ -314,6 +314,13 @@ def local_rows(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if is_dtensor(value) else value
 
 
+def sharded_like(value: object, p: torch.Tensor) -> object:
+    """Return a tensor of the shape of what this rank has of a DTensor as another one of its kind; anything else as it is."""
+    if not is_dtensor(p) or not isinstance(value, torch.Tensor) or is_dtensor(value) or value.shape != p._local_tensor.shape:
+        return value
+    return type(p).from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
 def statically_known_true(condition: object) -> bool:
     """Return whether a comparison of sizes is true for all sizes that a graph may run with."""
     if isinstance(condition, bool):

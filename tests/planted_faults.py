@@ -58,6 +58,7 @@ _CASTS = ("tests/passes/test_cancel_casts.py",)
 _CHANGES = ("tests/train_step/test_missing_gradients.py", "tests/train_step/test_optimizer_changes.py",
             "tests/train_step/test_model_changes.py", "tests/train_step/test_failed_calls.py")
 _PARTS = ("tests/train_step/test_parts.py",)
+_SHARDED = ("tests/distributed/test_sharded.py",)
 _SHARED = ("tests/train_step/test_shared_memory.py",)
 _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
          *_CHANGES)
@@ -257,6 +258,17 @@ FAULTS = (
           " or self._where != self._where_now()", "", _SHARED),
     Fault("a number that has moved is no element of the vector", "optimizers/update_rules.py",
           "viewed(own) is base and own.data_ptr() == base[i].data_ptr()", "viewed(own) is base", _SHARED),
+    # Of parameters that are sharded.
+    Fault("gradients are a mean over the ranks", "ops/gather_shards.py",
+          "        return \"avg\", 1, 1", "        return \"sum\", 1, 1", _SHARDED),
+    Fault("a gather whose gradient is wanted is where gradients are on", "passes/gather_shards.py",
+          "while modes.get(first.prev, ON) != ON:", "while False:", _SHARDED),
+    Fault("a norm is of the rows of all ranks", "train_step/parts/norm.py",
+          "    if sharded_over is not None:", "    if False:", _SHARDED),
+    Fault("whole parameters that an evaluation has left are dropped", "_torch_fsdp.py",
+          "            if not group.is_sharded:", "            if False:", _SHARDED),
+    Fault("earlier gradients are this rank's rows", "passes/gather_shards.py",
+          "value(inputs[place]).narrow(0, 0, self.placeholders[place].shape[0])", "value(inputs[place])", _SHARDED),
 )
 
 

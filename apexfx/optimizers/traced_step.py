@@ -21,7 +21,18 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 
-from .._torch import FakeTensorMode, muon, not_compiling, plain_step, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from .._torch import (
+    FakeTensorMode,
+    local_rows,
+    muon,
+    not_compiling,
+    plain_step,
+    sharded_like,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_of_numbers
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
@@ -323,14 +334,14 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
         dtype = half if half is not None and source.dtype == torch.float32 else source.dtype
         with torch.no_grad(), torch.random.fork_rng(), not_compiling():
             try:
-                p, held = source.detach().to(dtype, copy=True).requires_grad_(), _FirstValues()
+                p, held = local_rows(source).detach().to(dtype, copy=True).requires_grad_(), _FirstValues()
                 step(p, torch.zeros_like(p), held)
                 first, zeros = held.first, tree_map(_zeros, held.first)
                 if (kind := (id(group_of[id(source)]), _kind(p))) not in found:
                     grad = torch.linspace(-1, 1, p.numel(), dtype=torch.float32, device=p.device).reshape(p.shape).to(dtype)
                     runs = []
                     for held in ({}, tree_map(_cloned, first), tree_map(_cloned, zeros)):
-                        p = source.detach().to(dtype, copy=True).requires_grad_()
+                        p = local_rows(source).detach().to(dtype, copy=True).requires_grad_()
                         step(p, grad.clone(), held)
                         runs.append([p, *tree_leaves(held)])
                     alike = [len(run) == len(runs[0]) and all(map(_equal, run, runs[0])) for run in runs[1:]]
@@ -341,7 +352,8 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
                 raise
             except Exception as error:
                 raise NotTraceable(_reason(error)) from error
-        states.append(first if found[kind] else zeros)
+        made = first if found[kind] else zeros
+        states.append({name: tree_map(lambda leaf, p=source: sharded_like(leaf, p), held) for name, held in made.items()})
     return states
 
 
@@ -427,7 +439,7 @@ def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]
 def _fake(mode: Any, leaf: Any, half: torch.dtype | None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    leaf = leaf.detach()
+    leaf = local_rows(leaf.detach())  # of a sharded one the graph has what this rank has
     with torch.no_grad():
         fake = mode.from_tensor(leaf, static_shapes=True)
         return fake.to(half) if half is not None and fake.dtype == torch.float32 else fake

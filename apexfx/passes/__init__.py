@@ -43,6 +43,7 @@ class Context:
         left_out: bytes of the optimizer's state, alive as well, that the graph does not take.
         safeguard: a step that is skipped changes nothing at all.
         shards: the parameters that are rows, as they are gathered.
+        sharded_sums: the places of what accumulates their gradients.
         sharded_over: the group that these are sharded over, or None.
         has_backward: False of a graph that applies gradients which other graphs have computed.
     """
@@ -56,6 +57,7 @@ class Context:
     left_out: int = 0
     safeguard: bool = False
     shards: Sequence[ShardGroup] = ()
+    sharded_sums: Sequence[int] = ()
     sharded_over: dist.ProcessGroup | None = None
     has_backward: bool = True
 
@@ -97,7 +99,7 @@ def _gather_shards(config: TransformConfig, context: Context) -> Pass | None:
     if context.sharded_over is None:
         return None
     return GatherShards(placeholders=context.placeholders, shards=context.shards, group_name=context.sharded_over.group_name,
-                        world_size=dist.get_world_size(context.sharded_over))
+                        world_size=dist.get_world_size(context.sharded_over), sums=context.sharded_sums)
 
 
 def _schedule_shards(config: TransformConfig, context: Context) -> Pass | None:

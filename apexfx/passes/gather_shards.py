@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from ..graph.mutation import storages, written_storages
 from ..graph.nodes import NAME, call, evaluate, fake_mode, set_value, value
 from ..graph.printed_names import identifier
 from ..graph.printing import count_text
+from ..precision.casts import is_inserted_cast
 from .base import Pass
 
 _GATHER = torch.ops.apexfx.gather_shards.default
@@ -51,7 +52,9 @@ class GatherShards(Pass):
     """Make inputs of the rows that this rank has of each parameter, and gather whole parameters in front of their first reader.
 
     The gradient of a gather sums the ranks' gradients and gives each rank its rows of their mean: parameters, gradients and
-    optimizer state of a step are rows. One gather, and one sum, for what `fully_shard` was told to gather at once.
+    optimizer state of a step are rows. One gather, and one sum, for what `fully_shard` was told to gather at once. A parameter
+    that is read in half alone is cast before it is gathered, and its gradients are summed in half unless `reduce_dtype` says
+    otherwise.
 
     Before:  y = linear(x, w, b); grad = autograd.grad(loss, [w, b]); apply_gradients([w, b], ...)
     After:   w_whole, b_whole = gather_shards([w, b], ...)
@@ -60,6 +63,7 @@ class GatherShards(Pass):
     Args:
         placeholders: the inputs of the captured graph, sharded parameters by their rows.
         shards: which are gathered together.
+        sums: the places of what accumulates their gradients.
         group_name: the process group's.
         world_size: the process group's.
 
@@ -72,9 +76,9 @@ class GatherShards(Pass):
     numeric = "reassociates"
 
     def __init__(self, *, placeholders: Sequence[Placeholder], shards: Sequence[ShardGroup], group_name: str,
-                 world_size: int) -> None:
+                 world_size: int, sums: Sequence[int] = ()) -> None:
         super().__init__()
-        self.placeholders, self.shards = placeholders, shards
+        self.placeholders, self.shards, self.sums = placeholders, shards, sums
         self.group_name, self.world_size = group_name, world_size
         self._gathered: list[Any] = []
 
@@ -100,13 +104,14 @@ class GatherShards(Pass):
         for group in self.shards:
             by_dtype: dict[torch.dtype, list[_Member]] = {}
             for index, length in zip(group.parameters, group.lengths):
-                node = inputs[index]
-                if users := [user for user in node.users if user not in ends]:
-                    by_dtype.setdefault(value(node).dtype, []).append(_Member(node, length, value(node), users))
+                source, users = _gathered(inputs[index], ends)
+                if users:
+                    member = _Member(source, length, value(source), users, inputs[index].meta[NAME])
+                    by_dtype.setdefault(member.whole.dtype, []).append(member)
                 rows = self.placeholders[index]
                 with mode:
                     empty = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device, requires_grad=rows.requires_grad)
-                set_value(node, empty)
+                set_value(inputs[index], empty)
             for members in by_dtype.values():
                 first = min((user for member in members for user in member.users), key=place.__getitem__)
                 gathers.append((place[first], first, group, members))
@@ -114,8 +119,16 @@ class GatherShards(Pass):
             while modes.get(first.prev, ON) != ON:  # or it would have no gradient
                 first = first.prev
             self._gather(first, group, members, mode)
-        _set_gradients(gm, mode)
+        sums = self._set_sums(inputs, mode)
+        _set_gradients(gm, sums, mode)
         return PassResult(gm, bool(gathers))
+
+    def _set_sums(self, inputs: Sequence[fx.Node], mode: Any) -> list[fx.Node]:
+        """Have what accumulates gradients be rows; return it."""
+        for place in self.sums:
+            with mode:  # in the same memory, which other nodes write
+                set_value(inputs[place], value(inputs[place]).narrow(0, 0, self.placeholders[place].shape[0]))
+        return [inputs[place] for place in self.sums]
 
     def _check_unwritten(self, gm: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
         memory = written_storages(gm)
@@ -128,32 +141,56 @@ class GatherShards(Pass):
     def _gather(self, first: fx.Node, group: ShardGroup, members: Sequence[_Member], mode: Any) -> None:
         """Insert the gather of `members` in front of `first`, and have their users read what it gives."""
         nodes, lengths = [member.node for member in members], [member.length for member in members]
+        for cast in (node for node in nodes if node.op != "placeholder"):
+            first.prepend(cast)
+            set_value(cast, evaluate(cast, mode))
         with first.graph.inserting_before(first):
             gathered = call(first.graph, _GATHER, (nodes, lengths, self.world_size, self.group_name, group.reduce_dtype),
                             like=first, mode=mode, name=f"{identifier(group.name or 'root')}_gathered")
             for at, member in enumerate(members):
                 item = call(first.graph, operator.getitem, (gathered, at), like=first, mode=mode,
-                            name=f"{identifier(member.node.meta[NAME])}_whole")
+                            name=f"{identifier(member.name)}_whole")
                 set_value(item, member.whole)
                 for user in member.users:
                     user.replace_input_with(member.node, item)
-        self._gathered.append(["gather", group.name, [node.meta[NAME] for node in nodes]])
+        self._gathered.append(["gather", group.name, [member.name for member in members], str(members[0].whole.dtype)])
         self.record(gathered, f"{count_text(len(members), 'parameter')} of {group.name or 'the model itself'}")
 
 
 class _Member(NamedTuple):
-    """A parameter in a gather: its input, the rows of the whole one, its value, and what reads it."""
+    """A parameter in a gather.
+
+    Attributes:
+        node: what is gathered: its input, or a cast of it.
+        length: how many rows the whole one has.
+        whole: the value of that.
+        users: what reads it.
+        name: of the parameter.
+    """
 
     node: fx.Node
     length: int
     whole: Tensor
     users: list[fx.Node]
+    name: str
 
 
-def _set_gradients(gm: fx.GraphModule, mode: Any) -> None:
-    """Bring the values of the gradients, and of what is made of them, up to date: those of rows."""
+def _gathered(parameter: fx.Node, ends: Container[fx.Node | None]) -> tuple[fx.Node, list[fx.Node]]:
+    """Return what is to be gathered of a parameter, its one cast where nothing else reads it, and what reads that.
+
+    Args:
+        ends: what takes the parameter itself: as rows.
+    """
+    users = [user for user in parameter.users if user not in ends]
+    if len(users) == 1 and is_inserted_cast(users[0]):
+        return users[0], list(users[0].users)
+    return parameter, users
+
+
+def _set_gradients(gm: fx.GraphModule, sums: Sequence[fx.Node], mode: Any) -> None:
+    """Bring the values of the gradients, and of what is made of them and of earlier sums, up to date: those of rows."""
     grad = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]
-    behind = {grad}
+    behind = {grad, *sums}
     for item in (user for user in grad.users if user.target is operator.getitem):
         with mode:
             set_value(item, torch.empty_like(value(grad.args[1][item.args[1]]), requires_grad=False))

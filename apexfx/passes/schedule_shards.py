@@ -14,7 +14,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..buckets.windows import MARK, Window, windows
 from ..graph.collectives import is_wait
-from ..graph.inputs import Placeholder, apply_node
+from ..graph.inputs import Placeholder
 from ..graph.nodes import CASTS, NAME, call, fake_mode
 from ..graph.order import aliases
 from ..observe.non_finite import is_of_backward
@@ -78,7 +78,7 @@ class ScheduleShards(Pass):
             for node in reduced.nodes:
                 node.meta[MARK] = index
         for reduced, later in itertools.zip_longest(sums, sums[1:]):
-            reduced.wait_behind(later.start if later is not None else None, apply_node(gm))
+            reduced.wait_behind(later.start if later is not None else None)
         self.schedule = windows(gm)
         return PassResult(gm, list(gm.graph.nodes) != before)
 
@@ -137,15 +137,16 @@ class _Sum:
     start: fx.Node
     nodes: list[fx.Node] = field(default_factory=list)
 
-    def wait_behind(self, start: fx.Node | None, end: fx.Node) -> None:
-        """Wait behind the start of the next sum; of the last one in front of the end of the step."""
+    def wait_behind(self, start: fx.Node | None) -> None:
+        """Wait behind the start of the next sum; of the last one in front of the first reader."""
         moved = [node for node in self.nodes if self.start < node]
         if start is not None and moved[-1] < start:
             for node in reversed(moved):
                 start.append(node)
         elif start is None:
+            first = min(user for node in moved for user in node.users if user not in moved)
             for node in moved:
-                end.prepend(node)
+                first.prepend(node)
 
 
 def _is_gather(node: fx.Node) -> bool:

@@ -203,6 +203,9 @@ class Report:
             RuntimeError: no backward was compiled yet, or gradients are not averaged.
         """
         self._require_graphs()
+        if any(entry.name == "schedule_shards" for _, _, entry in runs(self.graphs)):
+            raise RuntimeError("apexfx: there is no bucket plan, because fully_shard() says what is gathered, and what is "
+                               "summed, at once; report.diff('schedule_shards') has their order")
         if not self.config.get("ddp"):
             raise RuntimeError("apexfx: there is no bucket plan, because gradients are not averaged here; "
                                "ask for it by ddp=True")

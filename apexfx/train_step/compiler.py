@@ -129,6 +129,9 @@ class StepCompiler:
         if not self.reduce_gradients:
             _check_unwritten(gm, by_forward)
         is_mean = self._is_mean(gm, placeholders)
+        if is_mean and self.sharded is not None and any(p.name == MEANS for p in placeholders):
+            raise ValueError("apexfx: the loss is a Mean, and a step of a model under fully_shard() does not accumulate one yet: "
+                             "the gradients of each call are averaged over the ranks at once; leave accumulate out")
         if is_mean and not self.reduce_gradients:
             self._share_counts(gm)
         taken = set(map(id, example_inputs))
@@ -142,6 +145,7 @@ class StepCompiler:
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  is_train_step=True, memory_budget=self.memory_budget, left_out=left_out,
                                  safeguard=self.safeguard, shards=self.sharded.groups(shards) if shards else (),
+                                 sharded_sums=self.sharded.sums(shards) if shards else (),
                                  sharded_over=self.groups.shards, has_backward=_backward(gm) is not None)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
                         mode=self.index.mode() if context.has_backward else "update")

@@ -22,6 +22,13 @@ from .optimizer_list import OptimizerList
 from .options import StepOptions
 
 
+class _Accumulated:
+    """The sum of a parameter's gradients of earlier calls: what is in its place during a call, and its rows."""
+
+    def __init__(self, rows: Tensor, size: torch.Size) -> None:
+        self.rows, self.whole = rows, without_memory(size, like=rows)
+
+
 class _Parameter:
     """One sharded parameter.
 
@@ -33,9 +40,7 @@ class _Parameter:
     def __init__(self, record: Any) -> None:
         self._record = record
         self.places = [(registries(module).parameters, name) for module, name in fsdp.owners(record)]
-        empty = torch.empty(self.size, dtype=self.sharded.dtype, device=self.sharded.device)
-        empty.untyped_storage().resize_(0)
-        self.whole = nn.Parameter(empty)
+        self.whole = nn.Parameter(without_memory(self.size, like=self.sharded))
         self._local: Tensor | None = None
         self.rows = self._local
         self.read()
@@ -57,6 +62,13 @@ class _Parameter:
         if self.rows.requires_grad != p.requires_grad or self.whole.requires_grad != p.requires_grad:
             for tensor in (self.rows, self.whole):
                 tensor.requires_grad_(p.requires_grad)
+
+
+def without_memory(size: torch.Size, like: Tensor) -> Tensor:
+    """Return a tensor of a size, dtype and device, of which nothing can be read."""
+    empty = torch.empty(size, dtype=like.dtype, device=like.device)
+    empty.untyped_storage().resize_(0)
+    return empty
 
 
 class ShardedModel:
@@ -83,6 +95,7 @@ class ShardedModel:
         self.group: dist.ProcessGroup = groups[0].process_group
         self._groups = [(each, [_Parameter(record) for record in each.params]) for each in groups]
         self._parameters = [p for _, members in self._groups for p in members]
+        self._accumulated: dict[int, _Accumulated] = {}  # by the id of what has the sum
         self._plain = fsdp.PlainModules(model)
 
     def check(self, model: nn.Module, trained: Sequence[Tensor], optimizers: OptimizerList, options: StepOptions) -> None:
@@ -104,16 +117,19 @@ class ShardedModel:
         if config.ddp:
             raise ValueError("apexfx: ddp=True was given, and a step of a model under fully_shard() averages gradients anyway; "
                              "leave ddp out")
-        given = {"accumulate": options.accumulate > 1, "ema= or parts=": options.parts, "safeguard": options.safeguard,
-                 "keep_grads": options.keep_grads, "fallback": options.fallback, "sync_bn": config.sync_bn,
+        safeguard = options.safeguard
+        given = {"ema= or parts=": options.parts, "keep_grads": options.keep_grads, "fallback": options.fallback,
+                 "sync_bn": config.sync_bn,
                  "process_group": config.process_group, "inner='cudagraphs'": config.inner == "cudagraphs",
-                 "verify": config.verify == "each"}
+                 "verify": config.verify == "each",
+                 "replica_check_interval": safeguard is not None and safeguard.replica_check_interval is not None,
+                 "record_dir": safeguard is not None and safeguard.record_dir is not None}
         if unsupported := [name for name, value in given.items() if value]:
             raise ValueError(f"apexfx: {unsupported[0]}{'' if '=' in unsupported[0] else '='} was given, which a step of a model "
                              "under fully_shard() does not have yet; leave it out")
-        if config.opt_level != "O0":
-            raise ValueError(f"apexfx: opt_level={config.opt_level!r} was given, and a step of a model under fully_shard() is in "
-                             "the dtypes of its parameters so far; give opt_level='O0'")
+        if config.level.half_parameters:
+            raise ValueError(f"apexfx: opt_level={config.opt_level!r} was given, which makes the parameters half, and those of a "
+                             "model under fully_shard() stay as they are; give opt_level='O2'")
         whole = [type(each).__name__ for each in optimizers if type(each).__name__ not in _BY_ELEMENT]
         if whole:
             raise ValueError(f"apexfx: {whole[0]} updates a parameter by more than its own element, or outside of the graph, and "
@@ -138,17 +154,34 @@ class ShardedModel:
                     registry[name] = p.sharded
             self._plain.leave(before)
 
-    def wholes(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is in the place of parameters during a call."""
-        by_id = {id(p.sharded): p.whole for p in self._parameters}
+    def wholes(self, params: Sequence[Tensor], accumulated: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what is in the place of parameters, and of the sums of their gradients, during a call."""
+        by_id = {id(p.sharded): p for p in self._parameters}
+        if not by_id.keys() >= set(map(id, params)):
+            raise ValueError("apexfx: the optimizer holds parameters that the model has no more: others took their place, as by "
+                             "load_state_dict(assign=True); make a new optimizer and a new step")
+        own = [by_id[id(p)] for p in params]
+        for p, held in zip(own, accumulated):
+            known = self._accumulated.get(id(held))
+            if known is None or known.rows is not fsdp.local_rows(held):
+                self._accumulated[id(held)] = _Accumulated(fsdp.local_rows(held), p.size)
+        return [p.whole for p in own], [self._accumulated[id(held)].whole for held in accumulated]
+
+    def rows(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the rows that this rank has of parameters."""
+        by_id = {id(p.sharded): p.rows for p in self._parameters}
         return [by_id[id(p)] for p in params]
 
-    def shards(self, example_inputs: Sequence[Any]) -> dict[int, _Parameter]:
-        """Return which inputs of a captured graph are parameters that are sharded, by place."""
-        by_id = {id(p.whole): p for p in self._parameters}
+    def shards(self, example_inputs: Sequence[Any]) -> dict[int, _Parameter | _Accumulated]:
+        """Return which inputs of a captured graph stand for what is sharded, by place."""
+        by_id = {id(each.whole): each for each in (*self._parameters, *self._accumulated.values())}
         return {place: by_id[id(x)] for place, x in enumerate(example_inputs) if id(x) in by_id}
 
-    def groups(self, shards: dict[int, _Parameter]) -> list[ShardGroup]:
+    def sums(self, shards: dict[int, _Parameter | _Accumulated]) -> tuple[int, ...]:
+        """Return which inputs of a graph accumulate gradients."""
+        return tuple(place for place, each in shards.items() if isinstance(each, _Accumulated))
+
+    def groups(self, shards: dict[int, _Parameter | _Accumulated]) -> list[ShardGroup]:
         """Return which inputs of a graph are gathered together."""
         found = []
         for each, members in self._groups:
@@ -185,8 +218,8 @@ def _check_group(group: fsdp.FsdpGroup) -> None:
         (group.replaced is not None,
          f"with {group.replaced} in the place of FSDP2's own communication, which no graph holds; leave it out"),
         (policy.param_dtype is not None or policy.output_dtype is not None,
-         "with a MixedPrecisionPolicy that computes in another dtype, which is opt_level's part in a training step; give it "
-         "reduce_dtype alone")]
+         "with a MixedPrecisionPolicy that says in which dtype to compute, and a training step has opt_level= for that; give it "
+         "reduce_dtype alone, and the step opt_level='O2', dtype=...")]
     where = f"module {group.name!r}" if group.name else "the model"
     for refused, text in refusals:
         if refused:

@@ -106,9 +106,10 @@ def read(parts: StepParts, before: StepState, means: Tensor | None) -> StepState
         raise ValueError(f"apexfx: the slot {twice[0][0]!r} is there twice, of a part of this step and of the optimizer; give "
                          "that of the part another name")
     parts.index.add_parameters(parts.objective_modules.named_tensors()[0])
+    in_graph = buffers if parts.sharded is None else parts.sharded.wholes(params, buffers)[1]
     parts.index.add_states({
         **{row.name: local_rows(row.tensor) for row in rows},
-        **{f"{names[id(p)]}{ACCUMULATED}": buffer for p, buffer in zip(params, buffers)},
+        **{f"{names[id(p)]}{ACCUMULATED}": buffer for p, buffer in zip(params, in_graph)},
         **({MEANS: means} if means is not None else {})})
     each = in_order(options, parts.scales, optimizers.clipping(options.max_grad_norm), state.parts() if state is not None else (),
                     sharded_over=parts.groups.shards and parts.groups.shards.group_name)
@@ -150,6 +151,8 @@ class TrainingState:
         self._group, buckets = parts.groups.gradients, parts.options.config.buckets
         plan = given_plan(buckets) if self._group is not None else None
         averages = plan.averages if plan is not None else self._group is not None and buckets.gradient_average
+        if parts.sharded is not None:
+            self._group, averages = parts.sharded.group, True
         self._divisor = self._group.size() if averages else 1
         self.mean = StepMean(parts.options.accumulate, self._group, self._divisor, parts.device, parts.report)
         self.num_calls = 0
@@ -174,7 +177,8 @@ class TrainingState:
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
         lists, sharded = self.lists, self._parts.sharded
-        return {"params": lists.params if sharded is None else sharded.wholes(lists.params), "buffers": lists.buffers,
+        params, buffers = (lists.params, lists.buffers) if sharded is None else sharded.wholes(lists.params, lists.buffers)
+        return {"params": params, "buffers": buffers,
                 "accumulated": [id(p) in self.accumulated for p in lists.params] if lists.buffers else [],
                 "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
                 "slots": lists.tensors, "scale": self._parts.scale, "calls": self._parts.options.accumulate,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import passes
-from .._torch import under_fully_shard
+from .._torch import local_rows, under_fully_shard
 from ..buckets.eager_reduce import averaged_copies
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
@@ -90,6 +90,9 @@ class TrainStep:
         if sharded is not None:
             sharded.check(model, trained, optimizers, options)
         self._outside = check_optimizer(optimizers, trained, options, scales, report, casts_to)
+        if sharded is not None and self._outside:
+            raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph ({self._outside}), and a step of a model "
+                             "under fully_shard() updates inside of it alone; use another optimizer")
         self._note_ranks_apart(options)
         # From here on, things change.
         if device.type == "cpu":
@@ -140,7 +143,7 @@ class TrainStep:
             self._check_autocast()
             self._skipped.start_call(batch, named)
             accumulates = state.num_accumulated_calls() + 1 < parts.options.accumulate
-            if parts.agreement is not None and not accumulates:
+            if parts.agreement is not None and (not accumulates or parts.sharded is not None):
                 parts.agreement.begin()
             with call.explained():
                 loss, rest, *ran = self._graphs.run(batch, named, accumulates=accumulates)
@@ -190,7 +193,7 @@ class TrainStep:
         num_calls = state.num_accumulated_calls()
         with state.all_or_nothing(), torch.no_grad():
             self._skipped.forget_call()
-            if parts.agreement is not None and parts.groups.gradients is not None:
+            if parts.agreement is not None and (parts.groups.gradients or parts.groups.shards) is not None:
                 parts.agreement.ensure("calls that flush() applies", [f"after call {state.num_calls}", num_calls])
             if not num_calls:
                 return
@@ -198,7 +201,7 @@ class TrainStep:
             state.note_communication()
             weighted, lists = state.mean.of_accumulated(), state.lists
             factor = parts.options.accumulate / num_calls if weighted is None else weighted.earlier
-            grads = [(b * factor).to(p.dtype) if id(p) in state.accumulated else None
+            grads = [(local_rows(b) * factor).to(p.dtype) if id(p) in state.accumulated else None
                      for p, b in zip(lists.params, lists.buffers)]
             grads = averaged_copies(lists.names, lists.params, grads, parts.options.config.buckets, parts.groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
@@ -210,6 +213,8 @@ class TrainStep:
                 return
             state.note_change()
             inputs = StepInputs(self.model, self.objective, **state.inputs())
+            if parts.sharded is not None:
+                inputs.params = parts.sharded.rows(lists.params)
             plan = registered(lists.plan.of_calls(num_calls))
             inputs.plan = plan.text
             applied = apply_gradients(inputs, grads, weighted and weighted.count)

@@ -73,7 +73,7 @@ class StepGraphs:
             safeguard=parts.safeguard is not None)
         self._steps, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._updates = self._variant(run_update, on_loss=_nothing)
-        self._updates_apart = parts.options.accumulate > 1 and parts.groups.gradients is None
+        self._updates_apart = parts.options.accumulate > 1 and (parts.groups.gradients or parts.groups.shards) is None
         self._ends = False  # the call under way ends an accumulation
         self._known: set[tuple[Any, ...]] = set()  # updates that were compiled
         self._settings = _dynamo_settings()

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 
 class Attention(nn.Module):
@@ -107,6 +108,27 @@ class Frozen(nn.Module):
         return self.layer(features + x) + self.fixed(x)
 
 
+class Checkpoints(Net):
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Sequence(nn.Module):
+    """Layers that hold their weights in lists, and read them by other ways than attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.attention = nn.LSTM(5, 5, batch_first=True), nn.MultiheadAttention(5, 1, batch_first=True)
+        self.scaled = nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
+
+    def forward(self, x):
+        h, _ = self.lstm(x.unsqueeze(1))
+        return self.scaled(self.attention(h, h, h)[0].squeeze(1))
+
+
 class AllFrozen(nn.Linear):
     def __init__(self):
         super().__init__(5, 5)
@@ -125,6 +147,8 @@ MODELS = {
     "frozen": lambda: Net(Frozen(), AllFrozen()),
     "few rows": lambda: Net(nn.Linear(5, 1), nn.Linear(1, 2), nn.Linear(2, 5)),
     "no blocks": lambda: Net(),
+    "checkpoints": lambda: Checkpoints(perceptron(), perceptron(), perceptron()),
+    "sequence": lambda: Net(Sequence()),
     "float64": lambda: Net(perceptron()).double(),
 }
 

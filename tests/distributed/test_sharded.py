@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import apexfx
 from tests.distributed.launch import run_ranks
@@ -44,7 +49,7 @@ def bits_of_fsdp2(rank, world_size, name, kind):
         torch.testing.assert_close(whole(of_ours), whole(held), rtol=0, atol=0)
 
 
-@table(4, "name, kind", [(name, kind) for kind in ("sgd", "rmsprop") for name in MODELS] + [("float64", "adamw")])
+@table(2, "name, kind", [(name, kind) for kind in ("sgd", "rmsprop") for name in MODELS] + [("float64", "adamw")], by_turns=True)
 def test_a_step_has_the_bits_of_fsdp2(name, kind):
     run_ranks(bits_of_fsdp2, 2, name, kind)
 
@@ -63,8 +68,177 @@ def near_one_process(rank, world_size, name, kind, max_grad_norm):
     assert len(step.report.graphs) == 1 and step.skipped == 0
 
 
-@table(2, "world_size, name, kind, max_grad_norm", [
+@table(1, "world_size, name, kind, max_grad_norm", [
     (4, "float64", "adamw", 0.05), (4, "mlp", "sgd", None), (2, "gpt", "sgd", 0.2), (2, "float64", "adamw", float("inf")),
     (3, "few rows", "sgd", 0.1), (4, "gpt", "sgd", None)])
 def test_a_step_is_that_of_one_process_with_the_whole_batch(world_size, name, kind, max_grad_norm):
     run_ranks(near_one_process, world_size, name, kind, max_grad_norm)
+
+
+def accumulates(rank, world_size):
+    """Calls that accumulate, and a flush, are FSDP2's own loop, which sums the gradients of each backward; two optimizers."""
+    theirs, ours = sharded("gpt"), sharded("gpt")
+    optimizers = []
+    for model in (theirs, ours):
+        blocks, rest = [*model.blocks.parameters()], [p for name, p in model.named_parameters() if not name.startswith("blocks")]
+        optimizers.append([OPTIMIZERS["sgd"](blocks), OPTIMIZERS["rmsprop"](rest)])
+    step = make(ours, optimizers[1], accumulate=3, max_grad_norm=1e9)
+    for place, (inputs, targets) in enumerate(batches(ours, 8, rank, world_size), 1):
+        step(inputs, targets)
+        (theirs.loss(theirs(inputs), targets) / 3).backward()
+        if place == 8:
+            step.flush()
+            for p in theirs.parameters():
+                p.grad.mul_(1.5)
+        if place in (3, 6, 8):
+            for each in optimizers[0]:
+                each.step()
+                each.zero_grad()
+        assert bool(step.updated) is (place in (3, 6, 8))
+    torch.testing.assert_close(whole(ours.state_dict()), whole(theirs.state_dict()), rtol=0, atol=1e-7)
+    assert len(step.report.graphs) == 2
+
+
+def skips(rank, world_size):
+    """What is not finite in the rows of one rank is skipped by all, and named."""
+    model = sharded("mlp")
+    step = make(model, OPTIMIZERS["adamw"](model.parameters()), safeguard=True, loss_scale="dynamic")
+    data = batches(model, 3, rank, world_size)
+    step(*data[0])
+    before, scale = whole(model.state_dict()), step.loss_scale
+    with torch.no_grad():
+        bad = data[1][0].clone()
+        bad[0, 0] = float("inf") if rank == 0 else 1.0
+    step(bad, data[1][1])
+    torch.testing.assert_close(whole(model.state_dict()), before, rtol=0, atol=0)
+    [event] = step.events
+    assert (event.call, event.reason, step.skipped, step.loss_scale) == (2, "not finite", 1, scale / 2) and event.parameter
+    step(*data[2])
+    assert bool(step.updated) and not torch.equal(whole(model.state_dict())["head.weight"], before["head.weight"])
+
+
+def means(rank, world_size):
+    """A loss with a denominator of its own is that of the whole batch, however it is spread over the ranks."""
+    reference, ours = plain("mlp"), sharded("mlp")
+
+    def objective(model, inputs, targets):
+        losses = torch.nn.functional.cross_entropy(model(inputs), targets, reduction="none", ignore_index=-1)
+        return apexfx.Mean(losses.sum(), (targets >= 0).sum())
+
+    [(inputs, targets)] = batches(reference, 1)
+    targets[:3] = -1
+    steps = [apexfx.train_step(model, objective=objective, optimizer=OPTIMIZERS["sgd"](model.parameters()), opt_level="O0",
+                               inner="eager") for model in (reference, ours)]
+    steps[0](inputs, targets)
+    steps[1](inputs.chunk(world_size)[rank], targets.chunk(world_size)[rank])
+    torch.testing.assert_close(steps[1].mean_loss, steps[0].mean_loss)
+    torch.testing.assert_close(whole(ours.state_dict()), reference.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+def near_ddp(rank, world_size, name, level, kind, inner):
+    """Train by a step of the sharded model, and by one of the whole model that averages gradients."""
+    losses, ends = [], []
+    for model, options in ((sharded(name), {}), (plain(name), {"ddp": True})):
+        step = make(model, OPTIMIZERS[kind](model.parameters()), opt_level=level, inner=inner, **options)
+        losses.append([step(*batch).detach() for batch in batches(model, 5, rank, world_size)])
+        ends.append(whole(model.state_dict()))
+        assert not options or "all_reduce" in step.report.code(stage="step")
+    torch.testing.assert_close(*losses, rtol=0, atol=0 if inner == "eager" else 1e-6)
+    torch.testing.assert_close(*ends, rtol=0, atol=0 if inner == "eager" else 1e-6)
+
+
+@table(1, "name, level, kind, inner", [
+    ("gpt", "O2", "sgd", "eager"), ("mlp", "O0", "adamw", "eager"), ("cnn", "O1", "sgd", "eager"),
+    ("mlp", "O1", "adamw", "eager"), ("gpt", "O0", "adamw", "inductor")])
+def test_a_step_is_that_of_the_whole_model_with_ddp(name, level, kind, inner):
+    run_ranks(near_ddp, 2, name, level, kind, inner)
+
+
+def saved(rank, world_size, folder):
+    """Train three steps, save by DCP, and train two more."""
+    model = sharded("float64")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step, data = make(model, optimizer), batches(model, 5, rank, world_size)
+    for batch in data[:3]:
+        step(*batch)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    checkpoint.save(states, checkpoint_id=folder)
+    for batch in data[3:]:
+        step(*batch)
+    end = whole(model.state_dict())
+    if rank == 0:
+        torch.save(end, f"{folder}/end.pt")
+
+
+def resumed(rank, world_size, folder):
+    """Load it into a model that has other values, on as many ranks or others, and train the two steps."""
+    model = sharded("float64")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2.0)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step, data = make(model, optimizer), batches(model, 5, rank, world_size)
+    step(*data[0])
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    checkpoint.load(states, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    for batch in data[3:]:
+        step(*batch)
+    tolerance = 0 if world_size == 2 else 1e-12
+    torch.testing.assert_close(whole(model.state_dict()), torch.load(f"{folder}/end.pt"), rtol=tolerance, atol=tolerance)
+
+
+@table(1, "world_size", [2, 4, 1])
+def test_a_checkpoint_of_dcp_resumes_on_any_number_of_ranks(world_size, tmp_path):
+    run_ranks(saved, 2, str(tmp_path))
+    run_ranks(resumed, world_size, str(tmp_path))
+
+
+def resumes_by_its_own_state(rank, world_size):
+    model, again = sharded("mlp"), sharded("mlp")
+    steps = [make(each, OPTIMIZERS["adamw"](each.parameters())) for each in (model, again)]
+    data = batches(model, 4, rank, world_size)
+    for batch in data[:2]:
+        steps[0](*batch)
+    steps[1].load_state_dict(copy.deepcopy(steps[0].state_dict()))
+    for step in steps:
+        for batch in data[2:]:
+            step(*batch)
+    torch.testing.assert_close(whole(again.state_dict()), whole(model.state_dict()), rtol=0, atol=0)
+
+
+def changes(rank, world_size):
+    """What changes between two calls is as FSDP2's own loop has it; a call that fails has changed nothing."""
+    theirs, ours = sharded("mlp"), sharded("mlp")
+    optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in (theirs, ours)]
+    step, generator = make(ours, optimizers[1]), torch.Generator().manual_seed(rank)
+
+    def same(rows):
+        batch = torch.randn(rows, 7, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+        train(theirs, optimizers[0], [batch])
+        step(*batch)
+        torch.testing.assert_close(whole(ours.state_dict()), whole(theirs.state_dict()), rtol=0, atol=0)
+
+    step.capture(torch.randn(4, 7), torch.zeros(4, dtype=torch.long))
+    for rows in (4, 3, 5, 4):
+        same(rows)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = 0.03
+    for trains in (False, True):
+        for model in (theirs, ours):
+            model.blocks[0].requires_grad_(trains)
+        same(4)
+    with pytest.raises(RuntimeError):
+        step(torch.randn(4, 9), torch.zeros(4, dtype=torch.long))
+    state = {name: x.clone() for name, x in theirs.state_dict().items()}
+    for model in (theirs, ours):
+        model.load_state_dict({name: x * 2 for name, x in state.items()})
+    same(4)
+    ours.load_state_dict(state, assign=True)
+    with pytest.raises(ValueError, match="parameters that the model has no more"):
+        step(torch.randn(4, 7), torch.zeros(4, dtype=torch.long))
+
+
+@table(1, "case", [accumulates, changes, skips, means, resumes_by_its_own_state], by_turns=True)
+def test_parts_of_a_step(case):
+    run_ranks(case, 2)

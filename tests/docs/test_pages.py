@@ -17,7 +17,7 @@ def normalised(text):
 
 
 SLOW = [f"docs/{name}.md" for name in (
-    "profile", "recompiles", "inspect", "recipes", "train_step", "guard", "float16", "compare", "large_models")]
+    "profile", "recompiles", "inspect", "recipes", "train_step", "guard", "float16", "compare", "large_models", "sharded")]
 
 
 @pytest.mark.parametrize("page", [

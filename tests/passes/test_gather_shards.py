@@ -81,6 +81,11 @@ def test_what_is_kept_is_not_gathered_again_and_updates_follow_their_sums():
         assert events(step_of(blocks=1, max_grad_norm=1.0)).count("gather 14 is there") == 1  # nothing is gathered in between
 
 
+def test_the_report_says_where_the_plan_is():
+    with fake_process_group(4), pytest.raises(RuntimeError, match=r"report.diff\('schedule_shards'\)"):
+        step_of(blocks=1).report.buckets()
+
+
 def test_a_second_run_changes_nothing(monkeypatch):
     for kind in (GatherShards, ScheduleShards):
         def twice(self, gm, call=kind.call):

@@ -83,14 +83,15 @@ MODELS = {
     "ignored": (without_head, "'head.weight' is trained and not sharded"),
     "divisor": (lambda: changed("set_gradient_divide_factor", 3.0), "set_gradient_divide_factor"),
     "hook": (lambda: changed("set_all_reduce_hook", lambda x: None), "FSDP2's own communication"),
-    "mixed precision": (lambda: shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "opt_level's part"),
-    "output_dtype": (lambda: shard(mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16)), "opt_level's part"),
+    "mixed precision": (lambda: shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "opt_level='O2', dtype="),
+    "output_dtype": (lambda: shard(mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16)), "opt_level='O2', dtype="),
     "complex": (lambda: shard(Net(torch.complex64)), "complex"),
 }
 OPTIONS = {
-    "ddp": {"ddp": True}, "accumulate": {"accumulate": 2}, "ema": {"ema": apexfx.EMA(0.9)}, "safeguard": {"safeguard": True},
+    "ddp": {"ddp": True}, "ema": {"ema": apexfx.EMA(0.9)}, "record_dir": {"safeguard": apexfx.Safeguard(record_dir="bundles")},
+    "replica_check_interval": {"safeguard": apexfx.Safeguard(replica_check_interval=2)},
     "keep_grads": {"keep_grads": True}, "fallback": {"fallback": "transform"}, "sync_bn": {"sync_bn": True},
-    "cudagraphs": {"inner": "cudagraphs"}, "verify": {"verify": "each"}, "opt_level": {"opt_level": "O1"},
+    "cudagraphs": {"inner": "cudagraphs"}, "verify": {"verify": "each"}, "opt_level": {"opt_level": "O3"},
 }
 OPTIMIZERS = {"Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]),
               "FusedLAMB": lambda model: FusedLAMB(model.parameters()),

@@ -91,10 +91,11 @@ def measured(grads: Sequence[Tensor], inverse: Tensor | None, *, of_each: bool,
         sharded_over: the group of which each rank has its rows: norm and found_inf are then those of all, by one small sum.
     """
     if sharded_over is not None:
-        norm, _, found_inf = measured(grads, inverse, of_each=False)
-        own = torch.stack([norm.double().square(), found_inf.double()])
-        squares, found = wait(torch.ops._c10d_functional.all_reduce.default(own, "sum", sharded_over)).unbind()
-        return squares.sqrt().to(norm.dtype), None, found.clamp(max=1.0).to(found_inf.dtype)
+        norm, norms, found_inf = measured(grads, inverse, of_each=of_each)
+        own = torch.cat([(norms if of_each else norm.reshape(1)).double().square(), found_inf.double().reshape(1)])
+        squares, found = wait(torch.ops._c10d_functional.all_reduce.default(own, "sum", sharded_over)).tensor_split([-1])
+        return (squares.sum().sqrt().to(norm.dtype), squares.sqrt().to(norms.dtype) if of_each else None,
+                found[0].clamp_max(1.0).to(found_inf.dtype))
     l2norm = torch.ops.apexfx.multi_tensor_l2norm.default
     if norm_dtype(grads) == torch.float32:
         return l2norm(grads, inverse, of_each)
