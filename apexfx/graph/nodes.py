@@ -179,6 +179,9 @@ def inline(graph: fx.Graph, function: Callable[..., Any], args: tuple[Any, ...],
 
     with _fake_evaluation(mode or fake_mode(graph)):
         traced = make_fx(of_tensors, {**decompositions, **_bitwise_decompositions()})(*map(value, sources))
+    if any(node.users for node in traced.graph.find_nodes(op="get_attr")):
+        raise ValueError("apexfx: a part of the step makes a tensor of numbers of Python (torch.tensor), which would be a "
+                         "constant that this graph does not hold; make it by torch.full(), or keep it in a slot")
     new = dict(zip(traced.graph.find_nodes(op="placeholder"), sources))
     for node in traced.graph.nodes:
         if node.op == "call_function" and (node.users or node.target is not operator.getitem):

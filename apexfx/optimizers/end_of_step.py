@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch import tree_map
 from ..config import HALVES
 from ..ops._define import LIBRARY
 from ..ops.apply_gradients import Plan, norm_dtype, plan_of, present_of
@@ -31,26 +33,34 @@ class EndOfStep:
         norm, present_norms: of all unscaled gradients, as the backward made them, and of each that is not None; None where
             nothing measures it.
         replaced: whether a part has set other gradients.
+        keeps_gradients: whether they leave the graph.
         found_inf: 1 where a gradient is not finite, float32, 0-d; None where that skips nothing.
         fault: 1 where one is not, or their norm is a spike: what skips are counted by; or None.
         empty: 1 where the loss is a mean of nothing, which skips the step, too, and is no fault; None where it is no `Mean`.
     """
 
     def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], slots: dict[str, Any],
-                 count: Tensor | None = None) -> None:
+                 count: Tensor | None = None, *, keeps_gradients: bool = False) -> None:
         self.params, self.grads, self._slots, self.count = list(params), list(grads), slots, count
         self.updated, self.counted = list(params), set()
         self.scale = self.inverse = self.clip = self.norm = self.present_norms = self.found_inf = self.fault = None
-        self.replaced, self._dtypes = False, [None if g is None else g.dtype for g in grads]
+        self.keeps_gradients, self.replaced = keeps_gradients, False
+        self._dtypes = [None if g is None else g.dtype for g in grads]
         self.empty = (count == 0).float() if count is not None else None
 
     def slot(self, name: str) -> Tensor:
         """Return the tensor of a slot that the step has once."""
-        return self._slots[name]
+        if not isinstance(held := self._slots.get(name), Tensor):
+            why = "is one of parameters, which end.slots() returns" if held else "no part that runs here declares"
+            raise ValueError(f"apexfx: a part reads end.slot({name!r}), which {why}; there are {sorted(self._slots)}")
+        return held
 
     def slots(self, name: str, places: Sequence[int] | None = None) -> list[Tensor]:
         """Return the tensors of a slot that parameters have: of those at `places`, or of all that have one."""
         held = self._slots.get(name, {})
+        if places is None and not (isinstance(held, dict) and held):
+            why = "is no tensor for each parameter: end.slot()" if name in self._slots else "no part that runs here declares"
+            raise ValueError(f"apexfx: a part reads end.slots({name!r}), which {why}; there are {sorted(self._slots)}")
         return [held[place] for place in (places if places is not None else held)]
 
     def places(self, name: str) -> list[int]:
@@ -74,6 +84,17 @@ class EndOfStep:
             norms.append(self.present_norms.new_zeros(1) if g is None else self.present_norms[following:following + 1])
             following += g is not None
         return torch.cat(norms)
+
+    @contextlib.contextmanager
+    def copied(self, names: Collection[str]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Have copies in the place of the tensors of these slots in this context; yield each tensor and its copy."""
+        held = {name: self._slots[name] for name in self._slots if name in names}
+        before = self.tensors_of(names)
+        self._slots.update(tree_map(torch.clone, held))
+        try:
+            yield list(zip(before, self.tensors_of(names)))
+        finally:
+            self._slots.update(held)
 
     def tensors_of(self, names: Collection[str]) -> list[Tensor]:
         """Return the tensors of these slots."""
@@ -147,7 +168,7 @@ def run(plan: Plan, params: Sequence[Tensor], grads: Sequence[Tensor | None], sl
         ValueError: no parameter has a gradient.
     """
     present = present_of(grads)
-    end = EndOfStep(params, grads, named_slots(plan.slots, slots), count)
+    end = EndOfStep(params, grads, named_slots(plan.slots, slots), count, keeps_gradients=plan.keeps_gradients)
     for part in plan.parts:
         part.apply(end)
     gradients = end.kept() if plan.keeps_gradients else []

@@ -14,7 +14,7 @@ from .._torch import OpOverload
 from ..buckets.plan import default_message_size
 from ..buckets.windows import MARK, Window, windows
 from ..graph.collectives import is_collective, is_wait
-from ..graph.mutation import written
+from ..graph.mutation import storages, written
 from ..graph.nodes import call, fake_mode, size_hint, value
 from ..graph.order import readers
 from ..graph.printing import count_text
@@ -147,6 +147,8 @@ class _Part:
         own = {tensors[i] for tensors in lists for i in self.members}
         for tensor in own.intersection(written(self.update)):
             behind.update(readers(tensor))
+        of_gradients = frozenset().union(*(storages(value(gradient)) for gradient in gradients))  # a part may write it
+        behind.update(node for node in self._places if any(storages(value(source)) & of_gradients for source in written(node)))
         behind.add(next(node for node in reversed(self._places) if node.op == "placeholder"))
         before = self._places[self.update]
         return max((node for node in behind if self._places[node] < before), key=self._places.__getitem__)

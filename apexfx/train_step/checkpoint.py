@@ -70,6 +70,9 @@ def _checked(parts: StepParts, state: Any) -> dict[str, Any]:
     for name in sorted((state.keys() ^ own.keys()) - _ALWAYS - {"objective"}):
         log.warning("apexfx: the state has nothing of %s=, whose tensors begin anew" if name in own else
                     "apexfx: the state has tensors of %s=, which are dropped; make the step with that to go on with them", name)
+    for name in sorted(state["parts"].keys() ^ own["parts"].keys()) if state.get("parts") and "parts" in own else ():
+        log.warning("apexfx: the state has no slot %r of parts=, which begins anew" if name in own["parts"] else
+                    "apexfx: the state has the slot %r of parts=, which no part of this step declares and which is dropped", name)
     return state
 
 

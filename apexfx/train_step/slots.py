@@ -131,8 +131,9 @@ class Slots:
         of_section: dict[tuple[str, ...], Collection[str]] = {}  # whose parameters have something there
         for slot in self._saved():
             held = section(state, slot.saved) if slot.each else None
-            if held is not None and (slot.saved[0] != "parts" or slot.saved[-1] in held):  # else it begins anew
-                self._check_each(slot, held, named, of_section)
+            of_user = slot.saved[0] == "parts"
+            if held is not None and (not of_user or slot.saved[-1] in held):  # else it begins anew
+                self._check_each(slot, held, named, of_section if not of_user else {})
             for keys in (slot.saved, slot.also_saved) if not slot.each else ():
                 if keys and keys[-1] in (held := section(state, keys) or {}):
                     own = self._of_step[slot.name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,10 +99,10 @@ def read(parts: StepParts, before: StepState, means: Tensor | None) -> StepState
     params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.buffers))
     buffers = [known.get(id(p), torch.zeros_like(p, requires_grad=False)).to(dtype_of_sum(p))
                for p in params] if options.accumulate > 1 else []
-    rows = [*parts.slots.rows(params, names, set(map(id, parts.model.parameters()))),
-            *(state.rows(names) if state is not None else ())]
-    if twice := [slot for slot, count in Counter((row.slot, row.place) for row in rows).items() if count > 1]:
-        raise ValueError(f"apexfx: the slot {twice[0][0]!r} is there twice, of a part of this step and of the optimizer; give "
+    of_optimizer = list(state.rows(names)) if state is not None else []
+    rows = [*parts.slots.rows(params, names, set(map(id, parts.model.parameters()))), *of_optimizer]
+    if twice := [row.slot for row in of_optimizer if row.slot in parts.slots]:
+        raise ValueError(f"apexfx: the slot {twice[0]!r} is there twice, of a part of this step and of the optimizer; give "
                          "that of the part another name")
     parts.index.add_parameters(parts.objective_modules.named_tensors()[0])
     in_graph = buffers if parts.sharded is None else parts.sharded.wholes(params, buffers)[1]

@@ -171,8 +171,76 @@ def test_a_state_without_a_slot_begins_anew(caplog):
     plain(*batches(1)[0])
     step.load_state_dict(copy.deepcopy(plain.state_dict()))
     assert int(step.slot("num_updates")) == 0 and step.slot("norms")["0.weight"] > 0
+    assert "no slot 'num_updates' of parts=, which begins anew" in caplog.text
     plain.load_state_dict(copy.deepcopy(make(parts=()).state_dict()))
     assert "nothing of parts=, whose tensors begin anew" in caplog.text and plain.slot("norms")["0.weight"] == 0
+
+
+def test_a_state_is_loaded_whose_slots_are_of_other_parameters():
+    older, step = make(parts=[GradientNorms()]), make(parts=[GradientNorms(), Before()])
+    step.model[0].requires_grad_(False)
+    older(*batches(1)[0])
+    step.load_state_dict(copy.deepcopy(older.state_dict()))
+    step(*batches(1)[0])
+    step.load_state_dict(copy.deepcopy(step.state_dict()))
+    assert set(step.slot("before")) < set(step.slot("norms"))
+
+
+def scaling(factor):
+    @dataclass(frozen=True)
+    class Scaling(apexfx.Part):
+        def apply(self, end):
+            end.set_gradients([factor * g for g in end.gradients()])
+
+    return Scaling()
+
+
+@dataclass(frozen=True)
+class Hidden(apexfx.Part):
+    factor: float = dataclasses.field(repr=False)
+
+    def apply(self, end):
+        end.set_gradients([self.factor * g for g in end.gradients()])
+
+
+@table(1, "of", [scaling, Hidden])
+def test_parts_that_are_written_alike_are_two(of):
+    steps = [make(lambda model: optim.SGD(model.parameters(), 0.1), [of(factor)]) for factor in (1.0, 0.0)]
+    for step in steps:
+        step(*batches(1)[0])
+    assert torch.equal(steps[1].model[0].weight, net()[0].weight) and not torch.equal(steps[0].model[0].weight, net()[0].weight)
+
+
+@dataclass(frozen=True)
+class Mean(apexfx.Part):
+    """Update by what is a slot: a running mean of gradients."""
+
+    def slots(self):
+        return [apexfx.Slot("mean", each="tensor", least=None)]
+
+    def apply(self, end):
+        means = end.slots("mean")
+        for mean, g in zip(means, end.gradients()):
+            mean.lerp_(g, 0.5)
+        end.set_gradients(means)
+
+
+@table(2, "optimizer, options", [(one, {}), (one, {"keep_grads": True}), (outside, {}), (outside, {"loss_scale": 8.0}),
+                                 (one, {"keep_grads": True, "loss_scale": 8.0})])
+def test_gradients_that_are_a_slot_may_leave_the_graph(optimizer, options):
+    step, model = make(optimizer, [Mean()], **options), net()
+    own, means = optimizer(model), [torch.zeros_like(p) for p in model.parameters()]
+    for inputs, targets in batches(3):
+        step(inputs, targets)
+        own.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        for p, mean in zip(model.parameters(), means):
+            p.grad.copy_(mean.lerp_(p.grad, 0.5))
+        own.step()
+    assert_close(dict(step.model.named_parameters()), dict(model.named_parameters()))
+    assert_close(list(step.slot("mean").values()), means)
+    if "keep_grads" in options:
+        assert_close([p.grad for p in step.model.parameters()], means)
 
 
 @dataclass(frozen=True)
@@ -206,16 +274,29 @@ class Drops(apexfx.Part):
 @dataclass(frozen=True)
 class OfMomentum(apexfx.Part):
     name: str = "exp_avg"
+    each: str = "tensor"
+    dtype: torch.dtype = torch.float32
 
     def slots(self):
-        return [apexfx.Slot(self.name, each="tensor")]
+        return [apexfx.Slot(self.name, self.each, self.dtype)]
 
 
-@table(3, "part, message", [
+@dataclass(frozen=True)
+class Calls(apexfx.Part):
+    what: str
+
+    def apply(self, end):
+        {"slot": lambda: end.slot("no"), "slots": lambda: end.slots("no"), "exp_avg": lambda: end.slot("exp_avg"),
+         "constant": lambda: end.set_gradients([g * torch.tensor(0.5) for g in end.gradients()])}[self.what]()
+
+
+@table(4, "part, message", [
+    (Calls("slots"), "end.slots('no'), which no part"), (Calls("constant"), "make it by torch.full()"),
     *((Writes(what), "writes a tensor in place that is no slot of its own") for what in ("params", "grads", "lr")),
     (Host(), "the part Host() reads a number of a tensor"), (Reads(), "reads_norms = True"),
     (Drops(), "gradients of other parameters"),
-    (OfMomentum(), "'exp_avg' is there twice")])
+    (OfMomentum(), "'exp_avg' is there twice"), (OfMomentum(each=""), "'exp_avg' is there twice"),
+    (Calls("slot"), "end.slot('no'), which no part"), (Calls("exp_avg"), "end.slots() returns")])
 def test_what_a_part_may_not_do_is_refused_at_the_first_call(part, message):
     step = make(parts=[part])
     before = copy.deepcopy(step.model.state_dict())
@@ -245,6 +326,7 @@ class Elsewhere(apexfx.Part):
     ({"parts": [Of(torch.ones(1))]}, "a tensor belongs in a slot"), ({"parts": [Of(lambda x: x)]}, "a function in the class"),
     ({"parts": [Elsewhere()]}, "place='somewhere'"), ({"parts": ["clip"]}, "a subclass of apexfx.Part"),
     ({"parts": [AdaptiveClip]}, "a subclass of apexfx.Part"), ({"parts": [OfMomentum("a b")]}, "an identifier"),
+    ({"parts": [OfMomentum(each="tensors")]}, "expected each=''"), ({"parts": [OfMomentum(dtype=torch.bool)]}, "real numbers"),
     ({"parts": [GradientNorms(), GradientNorms()]}, "'norms' is declared twice"),
     ({"parts": AdaptiveClip()}, "expected a list"),
     ({"parts": [AdaptiveClip()], "fallback": "transform"}, r"AdaptiveClip\(\) is a part of the step's graph")])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,6 +20,8 @@ from .part import PLACES, Part, Slot
 
 _OF_DATA = ("GuardOnDataDependentSymNode", "DataDependentOutputException")  # of torch
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
+_numbers: WeakKeyDictionary[type, int] = WeakKeyDictionary()  # of classes of one name and one file: of a cell that ran twice
+_counts: Counter[tuple[str, str]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Own(Part):
 
     Attributes:
         part: what it is.
-        source: a hash of the file of its class, which belongs to the keys of torch's caches as its fields do.
+        source: a hash of its class, the file of that, and its fields, which belongs to the keys of torch's caches.
     """
 
     part: Part
@@ -60,11 +66,13 @@ class Own(Part):
 
     def _guarded(self, method: Callable[[EndOfStep], None], end: EndOfStep) -> None:
         names = {slot.name for slot in self.part.slots()}
-        own, others = end.tensors_of(names), end.tensors_but(names)
-        before = [(tensor, tensor.clone()) for tensor in own] if end.skip is not None else []
+        others = end.tensors_but(names)
         versions = list(map(tensor_version, others))
+        # Gradients that leave the graph are not to depend on what it has written, nor slots on a step that is skipped.
+        own = end.copied(names) if end.skip is not None or end.keeps_gradients else contextlib.nullcontext([])
         try:
-            method(end)
+            with own as copies:
+                method(end)
         except Exception as error:
             if type(error).__name__ not in _OF_DATA:
                 raise
@@ -73,8 +81,8 @@ class Own(Part):
         if versions != list(map(tensor_version, others)):
             raise ValueError(f"apexfx: the part {self.part} writes a tensor in place that is no slot of its own; give new "
                              "gradients to end.set_gradients(), and keep what is to stay in a slot")
-        for tensor, old in before:
-            tensor.copy_(torch.where(end.skip != 0, old, tensor))
+        for tensor, new in copies:
+            tensor.copy_(new if end.skip is None else torch.where(end.skip != 0, tensor, new))
 
 
 def with_own(parts: Any, *others: Part | None) -> tuple[Part, ...]:
@@ -110,7 +118,23 @@ def _own(part: Any) -> Own:
     for slot in part.slots():
         if not isinstance(slot, Slot) or not slot.name.isidentifier():
             raise TypeError(f"apexfx: part {name} has the slot {slot!r}, expected an apexfx.Slot whose name is an identifier")
-    return Own(part, source_digest(type(part), Part))
+        if slot.each not in ("", "number", "tensor") or not isinstance(slot.shape, tuple) or slot.each and slot.shape \
+                or slot.dtype is not None and (slot.dtype.is_complex or slot.dtype == torch.bool):
+            raise ValueError(f"apexfx: part {name} has the slot {slot.name!r} with each={slot.each!r}, shape={slot.shape} and "
+                             f"{slot.dtype}, expected each='', 'number' or 'tensor', a tuple as shape, of a slot of the step, "
+                             "and a dtype of real numbers (torch.uint8 for yes and no)")
+    return Own(part, _source(part))
+
+
+def _source(part: Part) -> str:
+    """Return a hash of all that makes a part another one, whatever its `str` says."""
+    cls = type(part)
+    name = cls.__qualname__, source_digest(cls, Part)
+    if cls not in _numbers:
+        _numbers[cls] = _counts[name]
+        _counts[name] += 1
+    fields = [getattr(part, field.name) for field in dataclasses.fields(part)]
+    return hashlib.sha256(repr((name, _numbers[cls], fields)).encode()).hexdigest()
 
 
 def _is_plain(value: Any) -> bool:
