@@ -46,7 +46,7 @@ class Before(apexfx.Part):
     place = "after_update"
 
     def slots(self):
-        return [apexfx.Slot("before", each="tensor", dtype=None, least=None), apexfx.Slot("num_updates", dtype=torch.int64)]
+        return [apexfx.Slot("before", each="tensor", dtype=None), apexfx.Slot("num_updates", dtype=torch.int64)]
 
     def apply(self, end):
         for before, p in zip(end.slots("before"), end.updated):

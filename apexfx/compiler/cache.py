@@ -59,16 +59,13 @@ def pass_digest(pass_: Pass) -> str | None:
         return None
 
 
-def source_digest(cls: type, base: type) -> str:
-    """Return a hash of the source of a user's class below `base`; what no other process has where it cannot be read."""
+def source_digest(cls: type, base: type, more: str = "") -> str:
+    """Return a hash of the source of a user's class below `base`, and of `more`; where it cannot be read, one as no other has."""
     try:
-        source = _source(cls, base)
-    except (OSError, TypeError):
-        source = _NOT_READ
+        source = _source(cls, base) + more
+    except (OSError, TypeError):  # a class of a notebook, which may be written anew under its name
+        source = uuid4().hex
     return hashlib.sha256(source.encode()).hexdigest()
-
-
-_NOT_READ = uuid4().hex
 
 
 def _source(cls: type, base: type) -> str:

@@ -44,7 +44,7 @@ class Plan:
     @property
     def updates(self) -> list[Any]:
         """The parts that update parameters in the graph."""
-        return [part for part in self.parts if hasattr(part, "reads_halves")]
+        return [part for part in self.parts if part.updates]
 
     @functools.cached_property
     def text(self) -> str:
@@ -62,7 +62,9 @@ _PLANS: weakref.WeakValueDictionary[str, Plan] = weakref.WeakValueDictionary()
 
 def registered(plan: Plan) -> Plan:
     """Return the one plan of its text, which `plan_of` finds while somebody holds it."""
-    return _PLANS.setdefault(plan.text, plan)
+    held = _PLANS.setdefault(plan.text, plan)
+    assert held == plan, f"two plans have the text {plan.text}"
+    return held
 
 
 def plan_of(text: str) -> Plan:

@@ -72,7 +72,7 @@ class EndOfStep:
         """The places of the parameters that have a gradient."""
         return [place for place, g in enumerate(self.grads) if g is not None]
 
-    @functools.cached_property
+    @property
     def norms(self) -> Tensor:
         """The norm of the unscaled gradient of each parameter, before clipping, in one vector; 0 where it has none."""
         if self.present_norms is None:
@@ -102,8 +102,11 @@ class EndOfStep:
         return [tensor for each in held for tensor in (each.values() if isinstance(each, dict) else [each])]
 
     def tensors_but(self, names: Collection[str]) -> list[Tensor]:
-        """Return all other tensors: parameters, masters, gradients, and the other slots."""
-        return [*self.params, *(g for g in self.grads if g is not None), *self.tensors_of(self._slots.keys() - set(names))]
+        """Return all other tensors: parameters, masters, gradients, the other slots, and what parts hand on."""
+        handed_on = (self.count, self.inverse, self.clip, self.norm, self.present_norms, self.found_inf, self.fault, self.empty,
+                     self.skip)
+        return [tensor for tensor in (*self.params, *self.grads, *self.tensors_of(self._slots.keys() - set(names)), *handed_on)
+                if tensor is not None]
 
     @property
     def skip(self) -> Tensor | None:

@@ -63,7 +63,7 @@ class UnscaleClipUpdate(Pass):
             traced = any(not part.reads_halves for part in plan.updates)
             skip, norm, gradients = inline(gm.graph, run, (plan, params, own, slots, *count), like=node, mode=mode,
                                            decompositions=self._decompositions() if traced else {})
-        skip.meta[SKIP] = bool(count) or any(getattr(part, "may_skip", False) for part in plan.parts)
+        skip.meta[SKIP] = bool(count) or any(part.may_skip for part in plan.parts)
         for user in list(node.users):
             place = user.args[1]
             if place == 2:

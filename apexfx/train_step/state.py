@@ -97,7 +97,8 @@ def read(parts: StepParts, before: StepState, means: Tensor | None) -> StepState
         labels = before.optimizer.labels if before.optimizer is not None else {}
         state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled)
     params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.buffers))
-    buffers = [known.get(id(p), torch.zeros_like(p, requires_grad=False)).to(dtype_of_sum(p))
+    buffers = [known[id(p)].to(dtype_of_sum(p)) if id(p) in known
+               else torch.zeros_like(p, dtype=dtype_of_sum(p), requires_grad=False)
                for p in params] if options.accumulate > 1 else []
     of_optimizer = list(state.rows(names)) if state is not None else []
     rows = [*parts.slots.rows(params, names, set(map(id, parts.model.parameters()))), *of_optimizer]
@@ -251,14 +252,14 @@ class TrainingState:
         finally:
             self._before = None
 
-    # ---- after a call -----------------------------------------------------------------------------------------------------
-
     def keep_buffers(self, *, cached: bool = False) -> None:
         """Keep the buffers that a skipped step is to have; `cached` for graphs that were compiled before alone."""
         if self._kept_buffers is not None:
             if not self.num_accumulated_calls():
                 self._kept_buffers.forget()  # of a call that failed, or was captured alone
             self._kept_buffers.keep(cached=cached)
+
+    # ---- after a call -----------------------------------------------------------------------------------------------------
 
     def note_accumulated(self, mean: Tensor | None, present: Sequence[bool]) -> None:
         """Note which parameters a call has accumulated gradients of."""
@@ -270,7 +271,7 @@ class TrainingState:
         """Hand gradients out of the graph, and let an optimizer that is not in it do its step.
 
         Args:
-            skip: whether the step is skipped, as of `optimizers.end_of_step.apply`.
+            skip: whether the step is skipped, as of `optimizers.end_of_step.run`.
             present: for each parameter whether it had a gradient.
             gradients: those that left the graph.
         """
@@ -303,6 +304,8 @@ class TrainingState:
         end.updated = [masters.get(id(p), p) for p in lists.params]
         for part in lists.follows:
             part.apply(end)
+        for part in reversed(lists.follows):
+            part.finish(end)
 
     def end_accumulation(self) -> None:
         """Count what was accumulated as done."""

@@ -42,7 +42,7 @@ from .parameters import check_optimizer, set_up_step, trained_parameters
 from .parts import in_order
 from .parts.ema import AVERAGE, COUNT, averaged_model
 from .parts.loss_scale import SkipsTeller
-from .parts.norm import SKIPS
+from .parts.norm import SKIPS, Norm
 from .parts.safeguard import LOG, STATE, Event, SafeguardLog
 from .replicas import replica_check
 from .skipped_steps import SkippedSteps
@@ -327,7 +327,8 @@ class TrainStep:
             RuntimeError: nothing measures it, which costs a pass over the gradients.
         """
         parts = self._parts
-        if not parts.may_skip and parts.optimizers.clipping(parts.options.max_grad_norm)[0] is None:
+        each = in_order(parts.options, parts.scales, parts.optimizers.clipping(parts.options.max_grad_norm))
+        if not any(isinstance(part, Norm) for part in each):
             raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
                                "nothing")

@@ -33,6 +33,10 @@ def two(model):
     return [optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9), optim.AdamW(model[2].parameters(), lr=0.01)]
 
 
+def optim_sgd(model):
+    return optim.SGD(model.parameters(), lr=0.1)
+
+
 def composed(model):
     return optim.RMSprop(model.parameters(), lr=0.01)
 
@@ -172,6 +176,8 @@ def test_a_state_without_a_slot_begins_anew(caplog):
     step.load_state_dict(copy.deepcopy(plain.state_dict()))
     assert int(step.slot("num_updates")) == 0 and step.slot("norms")["0.weight"] > 0
     assert "no slot 'num_updates' of parts=, which begins anew" in caplog.text
+    plain.load_state_dict(copy.deepcopy(step.state_dict()))
+    assert "the state has the slot 'num_updates' of parts=, which no part of this step declares" in caplog.text
     plain.load_state_dict(copy.deepcopy(make(parts=()).state_dict()))
     assert "nothing of parts=, whose tensors begin anew" in caplog.text and plain.slot("norms")["0.weight"] == 0
 
@@ -184,31 +190,6 @@ def test_a_state_is_loaded_whose_slots_are_of_other_parameters():
     step(*batches(1)[0])
     step.load_state_dict(copy.deepcopy(step.state_dict()))
     assert set(step.slot("before")) < set(step.slot("norms"))
-
-
-def scaling(factor):
-    @dataclass(frozen=True)
-    class Scaling(apexfx.Part):
-        def apply(self, end):
-            end.set_gradients([factor * g for g in end.gradients()])
-
-    return Scaling()
-
-
-@dataclass(frozen=True)
-class Hidden(apexfx.Part):
-    factor: float = dataclasses.field(repr=False)
-
-    def apply(self, end):
-        end.set_gradients([self.factor * g for g in end.gradients()])
-
-
-@table(1, "of", [scaling, Hidden])
-def test_parts_that_are_written_alike_are_two(of):
-    steps = [make(lambda model: optim.SGD(model.parameters(), 0.1), [of(factor)]) for factor in (1.0, 0.0)]
-    for step in steps:
-        step(*batches(1)[0])
-    assert torch.equal(steps[1].model[0].weight, net()[0].weight) and not torch.equal(steps[0].model[0].weight, net()[0].weight)
 
 
 @dataclass(frozen=True)
@@ -243,13 +224,157 @@ def test_gradients_that_are_a_slot_may_leave_the_graph(optimizer, options):
         assert_close([p.grad for p in step.model.parameters()], means)
 
 
+def zeroes_by_class(factor):
+    @dataclass(frozen=True)
+    class Scales(apexfx.Part):
+        constant = factor
+
+        def apply(self, end):
+            end.set_gradients([g * self.constant for g in end.gradients()])
+    return Scales()
+
+
+def zeroes_by_default(factor):
+    @dataclass(frozen=True)
+    class Scales(apexfx.Part):
+        def apply(self, end, by=factor):
+            end.set_gradients([g * by for g in end.gradients()])
+    return Scales()
+
+
+def zeroes_by_field(factor):
+    @dataclass(frozen=True)
+    class Scales(apexfx.Part):
+        by: float = dataclasses.field(default=1.0, repr=False, compare=False)
+
+        def apply(self, end):
+            end.set_gradients([g * self.by for g in end.gradients()])
+
+        def __str__(self):
+            return "scales"
+    return Scales(factor)
+
+
+def zeroes_by_text(factor):
+    named = {"apexfx": apexfx, "__name__": "notebook"}
+    exec("class Scales(apexfx.Part):\n    def apply(self, end):\n        "
+         f"end.set_gradients([g * {factor} for g in end.gradients()])", named)
+    return named["Scales"]()
+
+
+@pytest.mark.parametrize("make_part", [zeroes_by_class, zeroes_by_default, zeroes_by_field, zeroes_by_text])
+def test_a_step_runs_its_own_part_and_not_that_of_another(make_part):
+    steps = [make(optim_sgd, parts=[make_part(factor)]) for factor in (1.0, 0.0)]
+    for step in steps:
+        step(*batches(1)[0])
+    assert not torch.equal(steps[0].model[0].weight, net()[0].weight)
+    assert torch.equal(steps[1].model[0].weight, net()[0].weight)
+
+
+def test_equal_parts_of_two_steps_are_one_plan():
+    steps = [make(parts=[make_part(1.0) for make_part in (zeroes_by_class, zeroes_by_field)]) for _ in range(2)]
+    for step in steps:
+        step(*batches(1)[0])
+    assert len({id(step._state.lists.plan) for step in steps}) == 1
+
+
+def around(factor):
+    class Around(apexfx.Part):
+        @torch.no_grad()
+        def apply(self, end):
+            end.set_gradients([g * factor for g in end.gradients()])
+    return Around()
+
+
+@dataclass(frozen=True)
+class OfClass(apexfx.Part):
+    weights = [1.0]
+
+
+class OfDefault(apexfx.Part):
+    def apply(self, end, by=F.relu):
+        end.set_gradients([by(g) for g in end.gradients()])
+
+
+@dataclass(frozen=True)
+class OfLoss(apexfx.Part):
+    """Slots of all kinds, some of parameters of the model alone, with numbers below 0."""
+
+    def slots(self):
+        return [apexfx.Slot("of_model", each="number", of_model=True, first=-1.0), apexfx.Slot("of_all", each="number"),
+                apexfx.Slot("mean_grad", each="tensor")]
+
+    def apply(self, end):
+        for mean, g in zip(end.slots("mean_grad"), end.gradients()):
+            mean.lerp_(g, 0.1)
+
+
+class ScaledLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs, targets):
+        return self.factor * F.mse_loss(outputs, targets)
+
+
+def test_what_a_step_has_saved_it_loads():
+    model, loss = net(), ScaledLoss()
+    step = apexfx.train_step(model, loss, optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1), opt_level="O0",
+                             inner="eager", parts=[OfLoss()])
+    step(*batches(1)[0])
+    state = copy.deepcopy(step.state_dict())
+    step.load_state_dict(copy.deepcopy(state))
+    torch.testing.assert_close(step.state_dict()["parts"], state["parts"], rtol=0, atol=0)
+    assert min(float(mean.min()) for mean in state["parts"]["mean_grad"].values()) < 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_are_of_unscaled_gradients(dtype):
+    model = net().to(dtype)
+    step = apexfx.train_step(model, F.mse_loss, optim_sgd(model), opt_level="O0", inner="eager", loss_scale=1024.0,
+                             parts=[GradientNorms()])
+    inputs, targets = batches(1)[0]
+    step(inputs.to(dtype), targets.to(dtype))
+    norms = torch.stack(list(step.slot("norms").values()))
+    assert_close(norms.norm().double(), step.grad_norm.double())
+
+
+@dataclass(frozen=True)
+class Finishes(apexfx.Part):
+    place: str = "after_update"
+
+    def slots(self):
+        return [apexfx.Slot("num_finished")]
+
+    def finish(self, end):
+        end.slot("num_finished").add_(1)
+
+
+@table(2, "optimizer, place", [(optimizer, place) for optimizer in (one, outside) for place in ("after_update", "after_clip")])
+def test_a_part_finishes(optimizer, place):
+    step = make(optimizer, parts=[Finishes(place)])
+    for batch in batches(2):
+        step(*batch)
+    assert int(step.slot("num_finished")) == 2
+
+
+def test_the_norm_that_a_part_has_measured_is_that_of_the_step():
+    step = make(parts=[GradientNorms()])
+    assert math.isnan(step.grad_norm)
+    step(*batches(1)[0])
+    assert_close(step.grad_norm, torch.stack(list(step.slot("norms").values())).norm())
+
+
 @dataclass(frozen=True)
 class Writes(apexfx.Part):
     what: str
+    reads_norms = True
 
     def apply(self, end):
         with torch.no_grad():
-            {"params": end.params, "grads": end.grads, "lr": [end.slot("lr_0")]}[self.what][0].add_(1.0)
+            {"params": end.params, "grads": end.grads, "lr": [end.slot("lr_0")], "norm": [end.norm], "norms": [end.norms],
+             "inverse": [end.inverse]}[self.what][0].add_(1.0)
 
 
 @dataclass(frozen=True)
@@ -272,13 +397,22 @@ class Drops(apexfx.Part):
 
 
 @dataclass(frozen=True)
+class Sets(apexfx.Part):
+    what: str
+
+    def apply(self, end):
+        end.set_gradients([{"shape": g.unsqueeze(0), "dtype": g.double(), "number": 0.0}[self.what] for g in end.gradients()])
+
+
+@dataclass(frozen=True)
 class OfMomentum(apexfx.Part):
     name: str = "exp_avg"
     each: str = "tensor"
     dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = ()
 
     def slots(self):
-        return [apexfx.Slot(self.name, self.each, self.dtype)]
+        return [apexfx.Slot(self.name, self.each, self.dtype, self.shape)]
 
 
 @dataclass(frozen=True)
@@ -292,13 +426,15 @@ class Calls(apexfx.Part):
 
 @table(4, "part, message", [
     (Calls("slots"), "end.slots('no'), which no part"), (Calls("constant"), "make it by torch.full()"),
-    *((Writes(what), "writes a tensor in place that is no slot of its own") for what in ("params", "grads", "lr")),
+    *((Writes(what), "writes a tensor in place that is no slot of its own")
+      for what in ("params", "grads", "lr", "norm", "norms", "inverse")),
+    *((Sets(what), f"the part Sets(what={what!r}) sets a gradient that is") for what in ("shape", "dtype", "number")),
     (Host(), "the part Host() reads a number of a tensor"), (Reads(), "reads_norms = True"),
     (Drops(), "gradients of other parameters"),
     (OfMomentum(), "'exp_avg' is there twice"), (OfMomentum(each=""), "'exp_avg' is there twice"),
     (Calls("slot"), "end.slot('no'), which no part"), (Calls("exp_avg"), "end.slots() returns")])
 def test_what_a_part_may_not_do_is_refused_at_the_first_call(part, message):
-    step = make(parts=[part])
+    step = make(parts=[part], loss_scale=2.0 if part == Writes("inverse") else None)
     before = copy.deepcopy(step.model.state_dict())
     with pytest.raises(Exception) as caught:
         step(*batches(1)[0])
@@ -328,7 +464,10 @@ class Elsewhere(apexfx.Part):
     ({"parts": [AdaptiveClip]}, "a subclass of apexfx.Part"), ({"parts": [OfMomentum("a b")]}, "an identifier"),
     ({"parts": [OfMomentum(each="tensors")]}, "expected each=''"), ({"parts": [OfMomentum(dtype=torch.bool)]}, "real numbers"),
     ({"parts": [GradientNorms(), GradientNorms()]}, "'norms' is declared twice"),
-    ({"parts": AdaptiveClip()}, "expected a list"),
+    ({"parts": [OfMomentum(shape=(2,))]}, r"shape=\(2,\) and torch.float32, expected"),
+    ({"parts": AdaptiveClip()}, "expected a list"), ({"parts": [OfClass()]}, r"OfClass has weights=\[1.0\], expected a number"),
+    ({"parts": [OfDefault()]}, r"OfDefault has defaults of apply\(\)=\(<function relu"),
+    ({"parts": [around(0.5)]}, r"apply\(\) of part Around reads 'factor' of the function around it"),
     ({"parts": [AdaptiveClip()], "fallback": "transform"}, r"AdaptiveClip\(\) is a part of the step's graph")])
 def test_what_is_refused_at_the_door(options, message):
     with pytest.raises((TypeError, ValueError), match=message):

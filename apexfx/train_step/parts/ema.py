@@ -43,8 +43,8 @@ class EMA(Part):
         return option
 
     def slots(self) -> Sequence[Slot]:
-        return (Slot(AVERAGE, each="tensor", dtype=None, of_model=True, compared=True, saved=("ema", "averages"), least=None),
-                Slot(COUNT, each="number", dtype=torch.int64, of_model=True, saved=("ema", "counts")))
+        return (Slot(AVERAGE, each="tensor", dtype=None, of_model=True, compared=True, saved=("ema", "averages")),
+                Slot(COUNT, each="number", dtype=torch.int64, of_model=True, saved=("ema", "counts"), least=0.0))
 
     def apply(self, end: EndOfStep) -> None:
         follow(end.slots(AVERAGE), [end.updated[place] for place in end.places(AVERAGE)], end.slot(COUNT), self.decay, end.skip)

@@ -45,7 +45,7 @@ class LossScale(Part):
     def slots(self) -> Sequence[Slot]:
         scale = Slot(SCALE, first=_FIRST_SCALE if self.static is None else self.static, saved=("scaler", SCALE),
                      least=2.0**-126, most=2.0**126, loaded=self.static is None)  # float32 holds the reciprocal, too
-        return (scale, Slot(GROWTH, dtype=torch.int32, saved=("scaler", GROWTH))) if self.static is None else (scale,)
+        return (scale, Slot(GROWTH, dtype=torch.int32, saved=("scaler", GROWTH), least=0.0)) if self.static is None else (scale,)
 
     def apply(self, end: EndOfStep) -> None:
         end.scale = end.slot(SCALE)

@@ -34,12 +34,11 @@ class Norm(Part):
     sharded_over: str | None = None
 
     def slots(self) -> Sequence[Slot]:
-        return (Slot(SKIPS, shape=(2,), saved=(self.saved, SKIPS),
+        return (Slot(SKIPS, shape=(2,), least=0.0, saved=(self.saved, SKIPS),
                      also_saved=("safeguard" if self.saved == "scaler" else "scaler", SKIPS)),) if self.skips else ()
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step may be skipped."""
         return self.skips
 
     def apply(self, end: EndOfStep) -> None:
@@ -102,4 +101,5 @@ def measured(grads: Sequence[Tensor], inverse: Tensor | None, *, of_each: bool,
     each = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]  # the op's norm is float32
     norms = torch.stack(each)
     norm = torch.linalg.vector_norm(norms)
-    return norm if inverse is None else norm * inverse, norms, l2norm(grads)[2]
+    factor = 1.0 if inverse is None else inverse
+    return norm * factor, norms * factor, l2norm(grads)[2]

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-from collections import Counter
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from ..._torch import tensor_version
 from ...compiler.cache import source_digest
+from ...config import HALVES
 from ...optimizers.end_of_step import EndOfStep
 from .part import PLACES, Part, Slot
 
 _OF_DATA = ("GuardOnDataDependentSymNode", "DataDependentOutputException")  # of torch
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
-_numbers: WeakKeyDictionary[type, int] = WeakKeyDictionary()  # of classes of one name and one file: of a cell that ran twice
-_counts: Counter[tuple[str, str]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,11 @@ class Own(Part):
 
     Attributes:
         part: what it is.
-        source: a hash of its class, the file of that, and its fields, which belongs to the keys of torch's caches.
+        text: its class with all of its constants, which belongs to the keys of torch's caches.
     """
 
-    part: Part
-    source: str
+    part: Part = dataclasses.field(compare=False)
+    text: str
 
     @property
     def place(self) -> str:
@@ -54,12 +53,12 @@ class Own(Part):
         if type(self.part).finish is not Part.finish:
             self._guarded(self.part.finish, end)
 
-    def describe(self) -> str:
-        return self.part.describe() or str(self.part)
-
     @property
     def key(self) -> str:
-        return f"{self.part} of {self.source[:16]}"
+        return self.text
+
+    def describe(self) -> str:
+        return self.part.describe() or str(self.part)
 
     def __str__(self) -> str:
         return str(self.part)
@@ -67,7 +66,7 @@ class Own(Part):
     def _guarded(self, method: Callable[[EndOfStep], None], end: EndOfStep) -> None:
         names = {slot.name for slot in self.part.slots()}
         others = end.tensors_but(names)
-        versions = list(map(tensor_version, others))
+        versions, grads = list(map(tensor_version, others)), end.grads
         # Gradients that leave the graph are not to depend on what it has written, nor slots on a step that is skipped.
         own = end.copied(names) if end.skip is not None or end.keeps_gradients else contextlib.nullcontext([])
         try:
@@ -81,6 +80,10 @@ class Own(Part):
         if versions != list(map(tensor_version, others)):
             raise ValueError(f"apexfx: the part {self.part} writes a tensor in place that is no slot of its own; give new "
                              "gradients to end.set_gradients(), and keep what is to stay in a slot")
+        for g, now in zip(grads, end.grads):
+            if g is not None and _kind(now) != (expected := _kind(g.float() if g.dtype in HALVES else g)):
+                raise ValueError(f"apexfx: the part {self.part} sets a gradient that is {_kind(now)}, expected {expected}, as "
+                                 "end.gradients() returns it")
         for tensor, new in copies:
             tensor.copy_(new if end.skip is None else torch.where(end.skip != 0, tensor, new))
 
@@ -105,12 +108,13 @@ def _own(part: Any) -> Own:
     if not isinstance(part, Part):
         raise TypeError(f"apexfx: parts=[...] was given {part!r}, expected an instance of a subclass of apexfx.Part")
     name = type(part).__name__
-    fields = {f.name for f in dataclasses.fields(part)}
-    if vars(part).keys() - fields:
-        raise TypeError(f"apexfx: part {name} has attributes that are no fields, {sorted(vars(part).keys() - fields)}, and the "
-                        "graph would not know of them; make it a frozen dataclass: @dataclass(frozen=True) above the class")
-    for field in fields:
-        if not _is_plain(now := getattr(part, field)):
+    fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    if others := sorted(vars(part).keys() - fields.keys()):
+        raise TypeError(f"apexfx: part {name} has attributes that are no fields, {others}, and the graph would not know of them; "
+                        "make it a frozen dataclass: @dataclass(frozen=True) above the class")
+    of_class = _of_class(type(part))
+    for field, now in {**of_class, **fields}.items():
+        if not _is_plain(now):
             raise TypeError(f"apexfx: part {name} has {field}={now!r}, expected a number, a text, or a tuple of those, which are "
                             "constants of the graph; a tensor belongs in a slot, and a function in the class")
     if part.place not in PLACES:
@@ -123,18 +127,38 @@ def _own(part: Any) -> Own:
             raise ValueError(f"apexfx: part {name} has the slot {slot.name!r} with each={slot.each!r}, shape={slot.shape} and "
                              f"{slot.dtype}, expected each='', 'number' or 'tensor', a tuple as shape, of a slot of the step, "
                              "and a dtype of real numbers (torch.uint8 for yes and no)")
-    return Own(part, _source(part))
+    constants = ", ".join(f"{field}={now!r}" for field, now in fields.items())
+    return Own(part, f"{type(part).__qualname__}({constants}) of {source_digest(type(part), Part, repr(of_class))[:16]}")
 
 
-def _source(part: Part) -> str:
-    """Return a hash of all that makes a part another one, whatever its `str` says."""
-    cls = type(part)
-    name = cls.__qualname__, source_digest(cls, Part)
-    if cls not in _numbers:
-        _numbers[cls] = _counts[name]
-        _counts[name] += 1
-    fields = [getattr(part, field.name) for field in dataclasses.fields(part)]
-    return hashlib.sha256(repr((name, _numbers[cls], fields)).encode()).hexdigest()
+def _of_class(cls: type[Part]) -> dict[str, Any]:
+    """Return what a class holds besides its text, where it is made in a function: attributes, defaults and lines of methods.
+
+    Raises:
+        TypeError: a method reads a variable of a function around it.
+    """
+    held: dict[str, Any] = {}
+    for each in cls.__mro__:
+        for name, value in vars(each).items() if each not in (Part, object) else ():
+            function = value
+            for wrapped in ("fget", "func", "__func__"):  # of a property, a cached one, a static method
+                function = getattr(function, wrapped, function)
+            function = inspect.unwrap(function) if callable(function) else function
+            if name.startswith("__") or not isinstance(function, (*_PLAIN, tuple, list, dict, set, Tensor, FunctionType)):
+                continue
+            if not isinstance(function, FunctionType):
+                held.setdefault(name, function)
+                continue
+            if outer := set(function.__code__.co_freevars) - {"__class__"}:
+                raise TypeError(f"apexfx: {name}() of part {cls.__name__} reads {min(outer)!r} of the function around it, and "
+                                "the graph would not know of it; make it a field of the part")
+            held[f"{each.__qualname__}.{name}"] = function.__code__.co_firstlineno
+            held[f"defaults of {name}()"] = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return held
+
+
+def _kind(value: Any) -> str:
+    return f"of {value.dtype} and shape {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -27,7 +27,7 @@ class Slot:
         of_model: whether parameters of the model alone have one, and none of the objective's.
         compared: whether replicas are compared by it: it has to be the same on every rank.
         saved: under which keys a checkpoint has it; () where it has none. Of a part of a user's own that is made up.
-        least, most: what its numbers are between in a checkpoint; None: anything.
+        least, most: what its numbers are between in a checkpoint; no least: they may be anything.
         columns: those of a matrix that these are bounds of; None for all.
         also_saved: other keys under which a checkpoint may have it.
         loaded: whether that is loaded, in place of `first`.
@@ -41,7 +41,7 @@ class Slot:
     of_model: bool = False
     compared: bool = False
     saved: tuple[str, ...] = ()
-    least: float | None = 0.0
+    least: float | None = None
     most: float = 2.0**63
     columns: tuple[int, ...] | None = None
     also_saved: tuple[str, ...] = ()
@@ -68,10 +68,16 @@ class Part:
     Attributes:
         place: where a part of one's own runs: "before_clip", "after_clip" or "after_update".
         reads_norms: whether it reads `end.norm` or `end.norms`, which are measured then, in one pass over the gradients.
+        updates: whether it updates parameters.
+        reads_halves: whether a half gradient may be read before it was widened for its parameter, by one that updates.
+        may_skip: whether it may have a step skipped.
     """
 
     place: ClassVar[str] = "before_clip"
     reads_norms: ClassVar[bool] = False
+    updates: ClassVar[bool] = False
+    reads_halves: ClassVar[bool] = False
+    may_skip: ClassVar[bool] = False
 
     def slots(self) -> Sequence[Slot]:
         """Return the slots that it reads or writes."""

@@ -121,8 +121,8 @@ class Judge(Part):
         # parameters of the first gradient that is not finite; the running average of the norm and the limit, read of a spike
         # alone; the first and the last of the calls that accumulated its gradients. Skip number i, counted from 0, is in the row
         # i modulo `LOGGED`.
-        return (Slot(STATE, dtype=torch.float64, shape=(4,), saved=("safeguard", STATE)),
-                Slot(LOG, dtype=torch.float64, shape=(LOGGED, 8), saved=("safeguard", LOG), columns=_COUNTS))
+        return (Slot(STATE, dtype=torch.float64, shape=(4,), saved=("safeguard", STATE), least=0.0),
+                Slot(LOG, dtype=torch.float64, shape=(LOGGED, 8), saved=("safeguard", LOG), least=0.0, columns=_COUNTS))
 
     def apply(self, end: EndOfStep) -> None:
         norm = end.norm if end.empty is None else end.norm / (1 - end.empty)  # 0 / 0 where empty: in no average

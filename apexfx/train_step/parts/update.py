@@ -37,7 +37,8 @@ class ApplyUpdate(Part):
     step: str | None
     numbers: tuple[Any, ...]
     masters: bool = False
-    reads_halves: ClassVar[bool] = True  # a half gradient may be read before it was widened for its parameter
+    updates: ClassVar[bool] = True
+    reads_halves: ClassVar[bool] = True
 
     def apply(self, end: EndOfStep) -> None:
         places = self._places(end)
@@ -103,7 +104,7 @@ class ApplyStep(Part):
     held: tuple[tuple[str, int], ...]
     vectors: tuple[tuple[str, tuple[int, ...]], ...]
     numbers: tuple[str, ...]
-    reads_halves: ClassVar[bool] = False
+    updates: ClassVar[bool] = True
 
     def apply(self, end: EndOfStep) -> None:
         grads = end.grads[self.first:self.last]
