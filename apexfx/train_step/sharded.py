@@ -130,10 +130,16 @@ class ShardedModel:
         if config.level.half_parameters:
             raise ValueError(f"apexfx: opt_level={config.opt_level!r} was given, which makes the parameters half, and those of a "
                              "model under fully_shard() stay as they are; give opt_level='O2'")
-        whole = [type(each).__name__ for each in optimizers if type(each).__name__ not in _BY_ELEMENT]
-        if whole:
+        by_element = [getattr(torch.optim, name) for name in _BY_ELEMENT]
+        if whole := [type(each).__name__ for each in optimizers if type(each) not in by_element]:
             raise ValueError(f"apexfx: {whole[0]} updates a parameter by more than its own element, or outside of the graph, and "
-                             f"a step of a model under fully_shard() has rows of it; use one of {', '.join(_BY_ELEMENT)}")
+                             f"a step of a model under fully_shard() has rows of it; use one of torch's {', '.join(_BY_ELEMENT)}")
+
+    def check_update(self, optimizers: OptimizerList, outside: str) -> None:
+        """Refuse optimizers that update outside of the graph, of which `outside` is the reason."""
+        if outside:
+            raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph ({outside}), and a step of a model under "
+                             "fully_shard() updates inside of it alone; use another optimizer")
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:

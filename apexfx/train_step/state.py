@@ -90,6 +90,8 @@ def read(parts: StepParts, before: StepState, means: Tensor | None) -> StepState
     names = names_of_parameters(parts)
     optimizers.check_held(names)
     outside = check_optimizer(optimizers, trained, options, parts.scales, parts.report, scheduled=scheduled)
+    if parts.sharded is not None:
+        parts.sharded.check_update(optimizers, outside)
     state = None
     if not outside:
         # Before numbers that parameters share are taken apart.

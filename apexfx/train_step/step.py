@@ -90,9 +90,8 @@ class TrainStep:
         if sharded is not None:
             sharded.check(model, trained, optimizers, options)
         self._outside = check_optimizer(optimizers, trained, options, scales, report, casts_to)
-        if sharded is not None and self._outside:
-            raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph ({self._outside}), and a step of a model "
-                             "under fully_shard() updates inside of it alone; use another optimizer")
+        if sharded is not None:
+            sharded.check_update(optimizers, self._outside)
         self._note_ranks_apart(options)
         # From here on, things change.
         if device.type == "cpu":

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import apexfx
 from apexfx.optimizers import FusedLAMB
 from tests.fake_group import fake_process_group
+from tests.own_optimizers import RMSprop
 
 ONE, TWO = (4,), (2, 2)
 
@@ -95,7 +96,14 @@ OPTIONS = {
 }
 OPTIMIZERS = {"Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]),
               "FusedLAMB": lambda model: FusedLAMB(model.parameters()),
-              "NAdam": lambda model: torch.optim.NAdam(model.parameters())}
+              "NAdam": lambda model: torch.optim.NAdam(model.parameters()),
+              "RMSprop": lambda model: RMSprop(model.parameters()), "hooks": lambda model: hooked(model)}
+
+
+def hooked(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
 
 
 def make(model, optimizer=None, **options):
@@ -147,4 +155,7 @@ def test_what_a_call_does_otherwise_is_refused():
             step(*batch())
         model.set_requires_gradient_sync(True)
         step(*batch())
+        step.optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(ValueError, match=r"hooks are registered around its step\), and a step of a model under fully_shard"):
+            step(*batch())
         assert isinstance(model, Net) and type(model.block).__name__ == "FSDPLinear"  # as they were
