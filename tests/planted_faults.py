@@ -150,7 +150,7 @@ FAULTS = (
           "        return sum(1 << i for i, count in zip(self._inputs, counts) if count == dist.get_world_size())",
           ("tests/distributed/test_unused_outputs.py",)),
     Fault("what was gathered is applied once", "train_step/step_graphs.py",
-          "        clear_accumulated(self._state.lists.buffers, self._state.mean.sums)\n", "", _FLUSH),
+          "        clear_accumulated(self._state.now.buffers, self._state.mean.sums)\n", "", _FLUSH),
     Fault("what was gathered on each of several ranks is applied once", "train_step/function.py",
           "        grads = add_accumulated(inputs, grads, weighted)\n        clear_accumulated(inputs.buffers, inputs.means)\n",
           "        grads = add_accumulated(inputs, grads, weighted)\n",

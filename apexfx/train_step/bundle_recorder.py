@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..observe import bundle
-from .components import CallGraphs, StepParts
+from .components import CallGraphs, Components
 from .skipped_steps import SkippedSteps, graph_of
 from .state import TrainingState
 
@@ -27,7 +27,7 @@ class BundleRecorder:
         parts, graphs, state, skipped: of the step.
     """
 
-    def __init__(self, parts: StepParts, graphs: CallGraphs, state: TrainingState, skipped: SkippedSteps) -> None:
+    def __init__(self, parts: Components, graphs: CallGraphs, state: TrainingState, skipped: SkippedSteps) -> None:
         self._graphs, self._state, self._skipped, self._safeguard = graphs, state, skipped, parts.safeguard
         self._device, self._described, self._group = parts.device, parts.report.config, parts.groups.gradients
         self._agreement = parts.agreement if self._group is not None else None

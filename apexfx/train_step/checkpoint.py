@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .components import StepParts
+from .components import Components
 from .parts.loss_scale import of_grad_scaler
 from .slots import section
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _ALWAYS = {"model", "optimizer", "scaler", "num_ranks"}
 
 
-def save(parts: StepParts) -> dict[str, Any]:
+def save(parts: Components) -> dict[str, Any]:
     """Return the state of a step; see `TrainStep.state_dict`."""
     state = {"model": parts.model.state_dict(), "optimizer": parts.optimizers.state_dict(), "scaler": {},
              "num_ranks": parts.num_ranks}
@@ -27,7 +27,7 @@ def save(parts: StepParts) -> dict[str, Any]:
     return state
 
 
-def load(parts: StepParts, state: dict[str, Any]) -> None:
+def load(parts: Components, state: dict[str, Any]) -> None:
     """Load what `save` returned; see `TrainStep.load_state_dict`. Nothing has changed where it raises."""
     state = _checked(parts, state)
     parts.objective_modules.refresh(parts.optimizers)
@@ -49,7 +49,7 @@ def load(parts: StepParts, state: dict[str, Any]) -> None:
     parts.slots.load(state, _named(parts))
 
 
-def _checked(parts: StepParts, state: Any) -> dict[str, Any]:
+def _checked(parts: Components, state: Any) -> dict[str, Any]:
     """Return a state as a step saves it; one that is damaged is refused, and what does not fit is told of."""
     if not isinstance(state, dict) or not state.keys() >= _ALWAYS:
         kind = sorted(state) if isinstance(state, dict) else type(state).__name__
@@ -76,12 +76,12 @@ def _checked(parts: StepParts, state: Any) -> dict[str, Any]:
     return state
 
 
-def names_of_parameters(parts: StepParts) -> dict[int, str]:
+def names_of_parameters(parts: Components) -> dict[int, str]:
     """Return the names of what may be trained, by id."""
     return {id(p): name for name, p in _named(parts).items()}
 
 
-def _named(parts: StepParts) -> dict[str, Tensor]:
+def _named(parts: Components) -> dict[str, Tensor]:
     """Return what may be trained by its name."""
     of_objective, _ = parts.objective_modules.named_tensors()
     return {**dict(parts.model.named_parameters()), **of_objective}

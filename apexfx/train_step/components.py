@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepParts:
+class Components:
     """What a training step is made of; None where it has no such part."""
 
     model: nn.Module

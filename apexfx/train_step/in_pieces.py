@@ -23,7 +23,7 @@ from ..compiler.graph_compiler import GraphCompiler
 from ..compiler.refusals import COMPILES_ITSELF
 from ..distributed.agreement import explained
 from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated
-from .components import StepParts
+from .components import Components
 from .errors import NotOneGraph, calls_backward, capture_errors, counts_apart, sparse_gradient, untrainable_loss
 from .function import apply_gradients, compute_gradients
 from .inputs import StepInputs
@@ -83,7 +83,7 @@ class StepInPieces(StepGraphs):
             if has_any:  # otherwise the step is refused
                 self._state.note_communication()
             with explained(group, "the average of the gradients"):
-                grads = averaged_copies(self._state.lists.names, inputs.params, grads, self._parts.options.config.buckets, group)
+                grads = averaged_copies(self._state.now.names, inputs.params, grads, self._parts.options.config.buckets, group)
             if any(g is not None for g in grads):
                 self._state.note_change()
             clear_accumulated(inputs.buffers, inputs.means)
@@ -103,7 +103,7 @@ class StepInPieces(StepGraphs):
             if not loss.requires_grad:
                 raise untrainable_loss()
             others = [leaf for leaf in leaves_of(loss) if id(leaf) not in trained | of_batch]
-            check_leaves([self._state.lists.names.get(id(leaf), f"a leaf of shape {list(leaf.shape)}") for leaf in others])
+            check_leaves([self._state.now.names.get(id(leaf), f"a leaf of shape {list(leaf.shape)}") for leaf in others])
             held = [p.grad for p in params]
             try:
                 for p in params:
@@ -133,7 +133,7 @@ class StepInPieces(StepGraphs):
         self._state.mean.check(is_mean=weighted is not None)
         for p, gradient in zip(inputs.params, grads):
             if gradient is not None and gradient.layout != torch.strided:
-                raise sparse_gradient(self._state.lists.names[id(p)])
+                raise sparse_gradient(self._state.now.names[id(p)])
         return loss, rest, grads, weighted
 
     def _versions(self) -> list[tuple[int, int]]:
@@ -144,7 +144,7 @@ class StepInPieces(StepGraphs):
 class _CompiledForward:
     """The forward of the model as `transform()` compiles it, in the model's place of it during a step alone."""
 
-    def __init__(self, parts: StepParts) -> None:
+    def __init__(self, parts: Components) -> None:
         self._model, self._classes = parts.model, parts.step_model.classes
         config, groups = parts.options.config, copy.copy(parts.groups)
         groups.gradients = None  # they are averaged after the backward

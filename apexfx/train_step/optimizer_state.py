@@ -139,7 +139,7 @@ def schedulable_options(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Opt
 
 
 class Structure:
-    """What a step's graph and its lists follow from, of optimizers: all but the learning rates.
+    """What a step's graph and its state follow from, of optimizers: all but the learning rates.
 
     None of that has a version, so that each call compares it.
 

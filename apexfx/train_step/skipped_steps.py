@@ -22,7 +22,7 @@ from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
 from ..random_state import forked_random
-from .components import CallGraphs, StepParts
+from .components import CallGraphs, Components
 from .parts.loss_scale import SCALE, LossScale
 from .parts.safeguard import NOT_SEARCHED, Event
 
@@ -137,7 +137,7 @@ class SkippedSteps:
         norm: of the gradients that were applied last; None before.
     """
 
-    def __init__(self, parts: StepParts, graphs: CallGraphs, name_of: Callable[[int], str | None]) -> None:
+    def __init__(self, parts: Components, graphs: CallGraphs, name_of: Callable[[int], str | None]) -> None:
         self._graphs, self._parts, self._safeguard, self._name_of = graphs, parts, parts.safeguard, name_of
         self._accumulates, self._device = parts.options.accumulate > 1, parts.device
         self.norm: Tensor | None = None

@@ -20,7 +20,7 @@ from ..optimizers.end_of_step import EndOfStep, named_slots
 from ..optimizers.update_rules import Option
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
-from .components import StepParts
+from .components import Components
 from .kept_buffers import KeptBuffers
 from .mean import StepMean
 from .optimizer_state import OptimizerState, Structure, cycled, schedulable_options
@@ -69,7 +69,7 @@ class StepState:
                 for row in (*self.rows, *self.rows_outside) if row.compared]
 
 
-def read(parts: StepParts, before: StepState, means: Tensor | None) -> StepState:
+def read(parts: Components, before: StepState, means: Tensor | None) -> StepState:
     """Read the state, and write down for the graph what happens to the gradients.
 
     Args:
@@ -135,20 +135,20 @@ class TrainingState:
         kept_buffers: puts back the buffers that a skipped step has replaced; None without a safeguard.
 
     Attributes:
-        lists: as they were read last.
-        accumulated: ids of the parameters that have a gradient in `lists.buffers`.
+        now: the state as it was read last.
+        accumulated: ids of the parameters that have a gradient in `now.buffers`.
         mean: over calls and ranks, of a loss that is a `Mean`.
         num_calls: how many calls there were since the step was made or loaded a state.
         changed: whether the call under way has changed something.
         communicated: whether it has begun to communicate.
     """
 
-    def __init__(self, parts: StepParts, kept_buffers: KeptBuffers | None) -> None:
+    def __init__(self, parts: Components, kept_buffers: KeptBuffers | None) -> None:
         self._parts, self._kept_buffers = parts, kept_buffers
-        self.lists = StepState()
-        self._structure: Structure | None = None  # of the optimizers, which the lists follow from
+        self.now = StepState()
+        self._structure: Structure | None = None  # of the optimizers, which `now` follows from
         self._num_hooks = num_hooks()
-        self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way made lists
+        self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way read it
         self.accumulated: set[int] = set()
         self._group, buckets = parts.groups.gradients, parts.options.config.buckets
         plan = given_plan(buckets) if self._group is not None else None
@@ -169,22 +169,22 @@ class TrainingState:
         Args:
             cached: for graphs that were compiled before alone, whose guards see the rest.
         """
-        state = self.lists.optimizer
+        state = self.now.optimizer
         if self._structure is None or self._structure.has_changed(cached=cached) or self._has_new_hooks() \
                 or state is not None and state.was_counted_by_others():
             self._read()
-        if self.lists.optimizer is not None:
-            self.lists.optimizer.set_hyperparameters()
+        if self.now.optimizer is not None:
+            self.now.optimizer.set_hyperparameters()
 
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
-        lists, sharded = self.lists, self._parts.sharded
-        params, buffers = (lists.params, lists.buffers) if sharded is None else sharded.wholes(lists.params, lists.buffers)
+        now, sharded = self.now, self._parts.sharded
+        params, buffers = (now.params, now.buffers) if sharded is None else sharded.wholes(now.params, now.buffers)
         return {"params": params, "buffers": buffers,
-                "accumulated": [id(p) in self.accumulated for p in lists.params] if lists.buffers else [],
+                "accumulated": [id(p) in self.accumulated for p in now.params] if now.buffers else [],
                 "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
-                "slots": lists.tensors, "scale": self._parts.scale, "calls": self._parts.options.accumulate,
-                "plan": lists.plan.text}
+                "slots": now.tensors, "scale": self._parts.scale, "calls": self._parts.options.accumulate,
+                "plan": now.plan.text}
 
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""
@@ -192,27 +192,27 @@ class TrainingState:
 
     def name_of(self, place: int) -> str | None:
         """Return the name of one of the parameters."""
-        return self.lists.names.get(id(self.lists.params[place])) if place < len(self.lists.params) else None
+        return self.now.names.get(id(self.now.params[place])) if place < len(self.now.params) else None
 
     def _read(self) -> None:
         self._structure = None
-        if self._parts.safeguard is not None and self.lists.params:  # events have the places of parameters in the lists of then
+        if self._parts.safeguard is not None and self.now.params:  # events have places of parameters as they were then
             self._parts.safeguard.read(self.name_of)
         if self._before is None:
             self._before = [{p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()}
                             for each in self._parts.optimizers]
-        lists = read(self._parts, self.lists, self.mean.sums)
-        if (num_calls := self.num_accumulated_calls()) and set(map(id, lists.params)) != set(map(id, self.lists.params)):
+        now = read(self._parts, self.now, self.mean.sums)
+        if (num_calls := self.num_accumulated_calls()) and set(map(id, now.params)) != set(map(id, self.now.params)):
             raise RuntimeError("apexfx: other parameters are to be trained after "
                                f"{num_calls} of {self._parts.options.accumulate} calls that accumulate; change them after the "
                                "call that applies the gradients")
-        self.lists = lists
-        self._structure = Structure(list(self._parts.optimizers), lists.scheduled)
+        self.now = now
+        self._structure = Structure(list(self._parts.optimizers), now.scheduled)
 
     def _has_new_hooks(self) -> bool:
-        """Return whether a hook is on a parameter that was not there when the lists were made."""
+        """Return whether a hook is on a parameter that was not there when the state was read."""
         before, self._num_hooks = self._num_hooks, num_hooks()
-        return self._num_hooks != before and any(map(has_gradient_hooks, self.lists.params))
+        return self._num_hooks != before and any(map(has_gradient_hooks, self.now.params))
 
     # ---- around a call ----------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class TrainingState:
         """Note which parameters a call has accumulated gradients of."""
         self.mean.note(mean, accumulates=True)
         self.num_calls += 1
-        self.accumulated.update(id(p) for p, here in zip(self.lists.params, present) if here)
+        self.accumulated.update(id(p) for p, here in zip(self.now.params, present) if here)
 
     def note_applied(self, skip: Tensor, present: Sequence[bool], gradients: Sequence[Tensor]) -> None:
         """Hand gradients out of the graph, and let an optimizer that is not in it do its step.
@@ -277,17 +277,17 @@ class TrainingState:
             present: for each parameter whether it had a gradient.
             gradients: those that left the graph.
         """
-        options, optimizers, lists = self._parts.options, self._parts.optimizers, self.lists
+        options, optimizers, now = self._parts.options, self._parts.optimizers, self.now
         self.end_accumulation()
         if self._kept_buffers is not None:
             self._kept_buffers.undo(skip)
-        if options.keep_grads or lists.optimizer is None:
+        if options.keep_grads or now.optimizer is None:
             self._drop_gradients()  # what no graph computed now is not to be applied
             left = iter(_unshared(gradients))
-            for p, here in zip(lists.params, present):
+            for p, here in zip(now.params, present):
                 p.grad = next(left) if here else None
-        if lists.optimizer is not None:
-            self._note_updated(lists.params if all(present) else [p for p, here in zip(lists.params, present) if here])
+        if now.optimizer is not None:
+            self._note_updated(now.params if all(present) else [p for p, here in zip(now.params, present) if here])
             return
         if not (self._parts.may_skip or self.mean.last is not None) or not skip.item():
             optimizers.step()
@@ -298,15 +298,15 @@ class TrainingState:
     @torch.no_grad()
     def _follow(self) -> None:
         """Run the parts that follow an update outside of the graph."""
-        lists = self.lists
-        slots = named_slots(slots_of(lists.rows_outside), [row.tensor for row in lists.rows_outside])
-        end = EndOfStep(lists.params, [p.grad for p in lists.params], slots)
+        now = self.now
+        slots = named_slots(slots_of(now.rows_outside), [row.tensor for row in now.rows_outside])
+        end = EndOfStep(now.params, [p.grad for p in now.params], slots)
         masters = {id(p): held["master_param"] for each in self._parts.optimizers for p, held in each.state.items()
                    if "master_param" in held}
-        end.updated = [masters.get(id(p), p) for p in lists.params]
-        for part in lists.follows:
+        end.updated = [masters.get(id(p), p) for p in now.params]
+        for part in now.follows:
             part.apply(end)
-        for part in reversed(lists.follows):
+        for part in reversed(now.follows):
             part.finish(end)
 
     def end_accumulation(self) -> None:
@@ -315,13 +315,13 @@ class TrainingState:
         self.accumulated.clear()
 
     def _note_updated(self, updated: Sequence[Tensor]) -> None:
-        state = self.lists.optimizer
+        state = self.now.optimizer
         torch.autograd.graph.increment_version(updated)
         for optimizer in self._parts.optimizers:
             note_optimizer_ran(optimizer)
         state.note_run()
-        if len(updated) < len(self.lists.params) and state.split(ids := set(map(id, updated))):
-            without = first_names([self.lists.names[id(p)] for p in self.lists.params if id(p) not in ids])
+        if len(updated) < len(self.now.params) and state.split(ids := set(map(id, updated))):
+            without = first_names([self.now.names[id(p)] for p in self.now.params if id(p) not in ids])
             self._parts.report.warn(f"apexfx: the loss of this call depends on no {without}: that is counted apart from now on, "
                                     "and the next call compiles the step again. What no loss depends on is better frozen before "
                                     "the first call, by requires_grad_(False)")
@@ -334,7 +334,7 @@ class TrainingState:
 
     def drop_accumulated(self) -> None:
         """Forget accumulated gradients, and that a call failed: a state was loaded."""
-        clear_accumulated(self.lists.buffers, self.mean.sums)
+        clear_accumulated(self.now.buffers, self.mean.sums)
         self.mean.forget()
         self.accumulated.clear()
         if self._kept_buffers is not None:

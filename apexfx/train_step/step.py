@@ -30,7 +30,7 @@ from ..report.text import options_text
 from . import checkpoint
 from .accumulation import clear_accumulated
 from .bundle_recorder import BundleRecorder
-from .components import CallGraphs, StepParts
+from .components import CallGraphs, Components
 from .function import apply_gradients
 from .inputs import StepInputs
 from .kept_buffers import KeptBuffers
@@ -99,7 +99,7 @@ class TrainStep:
         note_second_updates(optimizers, report)
         agreement = set_up_step(model, objective_modules, optimizers, groups, options)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report, sharded)
-        self._parts = parts = StepParts(model, step_model, objective, objective_modules, optimizers, options, scales, slots,
+        self._parts = parts = Components(model, step_model, objective, objective_modules, optimizers, options, scales, slots,
                                         safeguard, report, ModelIndex(lambda: model), groups, agreement, sharded, device)
         self._skips_teller = SkipsTeller(slots[SKIPS]) if scales is not None else None
         buffers = None if safeguard is None else KeptBuffers(
@@ -198,11 +198,11 @@ class TrainStep:
                 return
             state.prepare()
             state.note_communication()
-            weighted, lists = state.mean.of_accumulated(), state.lists
+            weighted, now = state.mean.of_accumulated(), state.now
             factor = parts.options.accumulate / num_calls if weighted is None else weighted.earlier
             grads = [(local_rows(b) * factor).to(p.dtype) if id(p) in state.accumulated else None
-                     for p, b in zip(lists.params, lists.buffers)]
-            grads = averaged_copies(lists.names, lists.params, grads, parts.options.config.buckets, parts.groups.gradients)
+                     for p, b in zip(now.params, now.buffers)]
+            grads = averaged_copies(now.names, now.params, grads, parts.options.config.buckets, parts.groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
                 state.mean.note(weighted and weighted.mean, accumulates=False)
                 state.mean.sums.zero_()
@@ -213,21 +213,21 @@ class TrainStep:
             state.note_change()
             inputs = StepInputs(self.model, self.objective, **state.inputs())
             if parts.sharded is not None:
-                inputs.params = parts.sharded.rows(lists.params)
-            plan = registered(lists.plan.of_calls(num_calls))
+                inputs.params = parts.sharded.rows(now.params)
+            plan = registered(now.plan.of_calls(num_calls))
             inputs.plan = plan.text
             applied = apply_gradients(inputs, grads, weighted and weighted.count)
-            clear_accumulated(lists.buffers, state.mean.sums)
+            clear_accumulated(now.buffers, state.mean.sums)
             self._note_applied(weighted and weighted.mean, *applied)
         self._after_call(updated=True)
 
     def _after_call(self, *, updated: bool) -> None:
         """Compare replicas, count skips and tell of them after a call, where that was asked for."""
-        parts, lists = self._parts, self._state.lists
+        parts, now = self._parts, self._state.now
         if self._replicas is not None:
             self._replicas.finish()
             if updated:
-                self._replicas.note_update(lists.names, lists.params, parts.optimizers, lists.compared)
+                self._replicas.note_update(now.names, now.params, parts.optimizers, now.compared)
         if updated and parts.safeguard is not None and (skips := parts.safeguard.too_many()):
             self._recorder.record_where_skipped()
             raise NonFiniteError(f"apexfx: {count_text(skips, 'step')} in a row skipped, and nothing is trained any more. The "
@@ -267,7 +267,7 @@ class TrainStep:
 
     def __str__(self) -> str:
         """What it is, then what its end does, part by part, once it has run."""
-        plan = self._state.lists.plan
+        plan = self._state.now.plan
         return "\n".join([repr(self), *(f"  {described}" for part in plan.parts if (described := part.describe()))])
 
     def __reduce__(self) -> Any:
@@ -437,7 +437,7 @@ def _sharded(model: nn.Module) -> ShardedModel | None:
     return ShardedModel(model)
 
 
-def _graphs(parts: StepParts, state: TrainingState) -> CallGraphs:
+def _graphs(parts: Components, state: TrainingState) -> CallGraphs:
     """Return what runs the calls of a step. That imports torch's compilers."""
     if parts.options.fallback is not None:
         from .in_pieces import StepInPieces

@@ -31,7 +31,7 @@ from ..random_state import forked_random
 from ..report.data import Report
 from .accumulation import clear_accumulated
 from .compiler import NotRun, StepCompiler
-from .components import StepParts
+from .components import Components
 from .errors import calls_backward, capture_errors
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
 from .inputs import StepInputs
@@ -64,12 +64,12 @@ class StepGraphs:
         state: what the step reads and writes besides its batch.
     """
 
-    def __init__(self, parts: StepParts, state: TrainingState) -> None:
+    def __init__(self, parts: Components, state: TrainingState) -> None:
         self._parts, self._state = parts, state
         self._make_compiler = functools.partial(
             StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
             index=parts.index, sharded=parts.sharded, on_run=state.note_change, on_communication=state.note_communication,
-            on_loss=self._before_run, states=lambda: state.lists.tensors, memory_budget=parts.options.memory_budget,
+            on_loss=self._before_run, states=lambda: state.now.tensors, memory_budget=parts.options.memory_budget,
             safeguard=parts.safeguard is not None)
         self._steps, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._updates = self._variant(run_update, on_loss=_nothing)
@@ -97,7 +97,7 @@ class StepGraphs:
             return self._run(self._accumulates if accumulates else self._steps, batch, named)
         loss, rest, mean, present = self._run(self._accumulates, batch, named)
         applied = self._run(self._updates, self._with_earlier(present), mean is not None)
-        clear_accumulated(self._state.lists.buffers, self._state.mean.sums)
+        clear_accumulated(self._state.now.buffers, self._state.mean.sums)
         return loss, rest, mean, *applied
 
     def _run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
@@ -111,7 +111,7 @@ class StepGraphs:
         self._state.mean.check(is_mean=is_mean)
         if self._ends and self._updates_apart:
             present = self._with_earlier(present)
-            key = self._state.lists.plan.text, present, is_mean
+            key = self._state.now.plan.text, present, is_mean
             if key not in self._known:
                 with self._compiling(), contextlib.suppress(NotRun), self._updates.compiler.without_running():
                     self._updates.compiling(self._inputs(self._parts.model), present, is_mean)
@@ -120,7 +120,7 @@ class StepGraphs:
     def _with_earlier(self, present: Sequence[bool]) -> tuple[bool, ...]:
         """Return for each parameter whether this call, or an earlier one that accumulated, has a gradient of it."""
         accumulated = self._state.accumulated
-        return tuple(here or id(p) in accumulated for p, here in zip(self._state.lists.params, present))
+        return tuple(here or id(p) in accumulated for p, here in zip(self._state.now.params, present))
 
     def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Compile what ends an accumulation, and run nothing."""
@@ -200,7 +200,7 @@ class StepGraphs:
                 mark_static_address(tensor, guard=False)
 
 
-def check_traceable(parts: StepParts) -> None:
+def check_traceable(parts: Components) -> None:
     """Refuse to run the graph of a step on copies of its inputs where those are a part of what the ranks hold.
 
     Raises:

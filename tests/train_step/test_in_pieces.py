@@ -383,7 +383,7 @@ def test_an_update_that_fails_leaves_a_step_of_no_more_use():
     step = make(SGD, {"lr": 0.1})
     step.model.eval()
     step(*batches(1)[0])
-    step._state.lists.tensors.clear()
+    step._state.now.tensors.clear()
     with pytest.raises(ValueError):
         step(*batches(1)[0])
     with pytest.raises(RuntimeError, match="earlier step failed"):

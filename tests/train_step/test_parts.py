@@ -275,7 +275,7 @@ def test_equal_parts_of_two_steps_are_one_plan():
     steps = [make(parts=[make_part(1.0) for make_part in (zeroes_by_class, zeroes_by_field)]) for _ in range(2)]
     for step in steps:
         step(*batches(1)[0])
-    assert len({id(step._state.lists.plan) for step in steps}) == 1
+    assert len({id(step._state.now.plan) for step in steps}) == 1
 
 
 def around(factor):
