@@ -58,6 +58,7 @@ SHORT = (  # in order of worth
     "programs.py --programs distillation --rounds 5 --json results/programs.json",
     "derivatives.py --programs forces --rounds 10 --environment ../../build/jax --json results/derivatives.json",
     "first_call.py --rows AdamW --turns 1 --json results/first_call.json",
+    "sharded.py --depth 2 --width 64 --rounds 5",
     "xentropy.py --rows 32 --rounds 1",
     "whole_steps.py bert --device cpu --tiny --inner eager --json results/whole_steps_cpu.json",
     "one_rank.py --device cpu --inner eager --json results/one_rank_cpu.json",

@@ -1,6 +1,6 @@
 """Time a step of a model under fully_shard against FSDP2's own loop, in eager and with compiled blocks.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/sharded.py [--depth 6] [--width 192] [--rounds 15] [--json PATH]
+    python benchmarks/sharded.py [--depth 6] [--width 192] [--rounds 15] [--json PATH]
 
 Rows, of a stack of residual blocks in float32, clipping and AdamW (fused in the loops): milliseconds of a step, the median and
 the least over the rounds, on the slowest rank, and how many times as fast as `compiled blocks`. Every variant makes one step in
@@ -10,12 +10,13 @@ turn, in the same processes, so that other work slows them alike.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -65,37 +66,30 @@ def step_of(model: nn.Module) -> Callable[..., Tensor]:
     return apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O0", max_grad_norm=1.0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("depth", 6), ("width", 192), ("batch", 256), ("rounds", 15)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of rank 0; every rank has to call it."""
     sizes = options.depth, options.width
     steps = {"eager loop": loop_of(sharded(*sizes)), "compiled blocks": loop_of(sharded(*sizes, compiled=True)),
              "train_step": step_of(sharded(*sizes))}
     batch = torch.randn(options.batch, options.width), torch.randint(0, 10, (options.batch,))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for place in range(options.rounds + 3):
-        for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step(*batch)
-            slowest = torch.tensor(1e3 * (time.perf_counter() - start))
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if place >= 3:  # the first compile
-                times[name].append(float(slowest))
-    if dist.get_rank() == 0:
-        medians = {name: statistics.median(each) for name, each in times.items()}
-        rows = [{"variant": name, "median ms": medians[name], "least ms": min(times[name]),
-                 "times as fast": medians["compiled blocks"] / medians[name]} for name in steps]
-        print(tabulate(rows, headers="keys", floatfmt=".2f"))
-        if options.json is not None:
-            options.json.write_text(json.dumps({"ranks": dist.get_world_size(), "torch": torch.__version__, **vars(options),
-                                                "json": None, "rows": rows}, indent=1, default=str) + "\n")
-    dist.destroy_process_group()
+    calls = {name: functools.partial(step, *batch) for name, step in steps.items()}
+    times = harness.interleave(calls, rounds=options.rounds + 3, before=lambda _: dist.barrier())
+    times = {name: harness.slowest(taken[3:]) for name, taken in times.items()}  # the first compile
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    return [{"variant": name, "median ms": 1e3 * medians[name], "least ms": 1e3 * min(times[name]),
+             "ratio": medians["compiled blocks"] / medians[name]} for name in steps]
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    for name, default in (("depth", 6), ("width", 192), ("batch", 256), ("rounds", 15)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = harness.on_ranks(measure, options)
+    print(tabulate(rows, headers="keys", floatfmt=".2f"))
+    harness.write_record(options.json, ranks=2, threads=1, depth=options.depth, width=options.width, batch=options.batch,
+                         rows=rows)
 
 
 if __name__ == "__main__":
