@@ -198,6 +198,8 @@ def _trained_on_one(a: Sequence[Any], b: Sequence[Any], rank: int) -> str:
     """Name a parameter that is averaged on one rank alone: "0.weight is trained on rank 0 and not on rank 1"."""
     first, there = ({x[0] for x in items if isinstance(x, list) and len(x) == 4 and str(x[2]).startswith("torch.")}
                     for items in (a, b))
+    if not first or not there:  # of a rank that is in pieces
+        return ""
     both = [(name, 0, rank) for name in sorted(first - there)] + [(name, rank, 0) for name in sorted(there - first)]
     return f"{both[0][0]} is trained on rank {both[0][1]} and not on rank {both[0][2]}" if both else ""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..optimizers._base import FusedOptimizer
 from ..optimizers.held_state import check_held, check_options
-from ..optimizers.update_rules import Option, options_of, unsupported_reason
+from ..optimizers.update_rules import FUSED, Option, has_op, options_of, unsupported_reason
 
 
 class OptimizerList:
@@ -43,6 +43,11 @@ class OptimizerList:
             if reason := unsupported_reason(each, half, options_of(place, changed)):
                 return reason if self._is_one else f"{type(each).__name__}: {reason}"
         return ""
+
+    def any_by_its_step(self, half: torch.dtype | None, changed: Collection[Option] = ()) -> bool:
+        """Return whether one is updated by its own `step()`, traced, and no op of ours; arguments as of `unsupported_reason`."""
+        return any(type(each) not in FUSED and not has_op(each, options_of(place, changed), half)
+                   for place, each in enumerate(self._each))
 
     def clipping(self, max_grad_norm: float | None) -> tuple[float | None, float]:
         """Return to which norm gradients are clipped, and what is added to the norm: an optimizer may do that itself.

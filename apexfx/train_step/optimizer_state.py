@@ -36,8 +36,6 @@ class OptimizerState:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], trained: Collection[int], labels: Labels,
                  scheduled: Collection[Option] = ()) -> None:
         self.labels = dict(labels)
-        for each in optimizers:
-            _check_numbers(each)
         self.updates = [update for optimizer, each in enumerate(optimizers)
                         for update in updates(each, trained, self.labels, options_of(optimizer, scheduled))]
         self.params = [p for update in self.updates for p in update.params]
@@ -196,7 +194,7 @@ def _facts(optimizer: torch.optim.Optimizer, scheduled: dict[int, set[str]]) -> 
     return facts
 
 
-def _check_numbers(optimizer: torch.optim.Optimizer) -> None:
+def check_numbers(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a text in the place of a number, as a file of options has one ("1e-3" is a text in YAML)."""
     for group in optimizer.param_groups:
         for name, value in group.items():

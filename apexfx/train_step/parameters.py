@@ -21,6 +21,7 @@ from ..optimizers.update_rules import Option
 from ..report.data import Report
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
+from .optimizer_state import check_numbers
 from .options import StepOptions
 
 
@@ -103,6 +104,7 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
 
     Raises:
         ValueError: it does not go with the options of the step.
+        TypeError: a number of it is a text.
     """
     max_grad_norm, _ = optimizers.clipping(options.max_grad_norm)
     may_skip = scale_mode is not None or options.safeguard is not None
@@ -110,10 +112,13 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
     if complex_ones and (max_grad_norm is not None or may_skip):
         raise ValueError(f"apexfx: {len(complex_ones)} parameters are complex, and gradients of those can be neither clipped "
                          "nor unscaled in the graph, nor judged; leave out max_grad_norm, loss_scale and safeguard")
+    for each in optimizers:
+        check_numbers(each)
     outside = optimizers.unsupported_reason(half, scheduled)
     float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and half == torch.float16]
-    if float16 and (outside or options.keep_grads) and scale_mode not in (None, 1.0):
-        why = "keep_grads=True was given" if not outside else f"{optimizers.name} updates outside of the graph"
+    by_its_step = f"{optimizers.name} updates by its own step()" if outside or optimizers.any_by_its_step(half, scheduled) else ""
+    if float16 and (by_its_step or options.keep_grads) and scale_mode not in (None, 1.0):
+        why = by_its_step or "keep_grads=True was given"
         raise ValueError(
             f"apexfx: {len(float16)} parameters are float16, and so are their gradients. {why}, so they would be unscaled "
             "in float16, where the small ones become zero. Use opt_level='O2' on a float32 model, an optimizer of "

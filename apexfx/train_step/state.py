@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks
+from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled
 from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
@@ -240,6 +240,7 @@ class TrainingState:
         self.check_whole()
         self.changed = self.communicated = False
         self._before = None
+        recorded = torch.is_grad_enabled()
         try:
             yield
         except BaseException as error:
@@ -252,6 +253,7 @@ class TrainingState:
                 self._structure = None
             raise
         finally:
+            set_grad_enabled(recorded)  # an interrupt in the methods of torch.no_grad(), which are Python's, leaves it on
             self._before = None
 
     def keep_buffers(self, *, cached: bool = False) -> None:

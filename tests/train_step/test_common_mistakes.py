@@ -62,11 +62,13 @@ def test_a_step_of_the_optimizer_beside_it(optimizer, caplog):
 
 
 def test_a_loop_of_its_own_beside_it_is_no_mistake(caplog):
-    step = make()
+    step, model = make(), build()
     step(X, Y)
     F.cross_entropy(step.model(X), Y).backward()
     step.optimizer.step()
-    outside = make(torch.optim.NAdam)  # whose own step() is called
+    hooked = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked.register_step_post_hook(lambda *_: None)
+    outside = make(lambda params, lr: hooked, model)  # whose own step() is called
     outside(X, Y)
     assert "updates outside" in str(outside.report) and "no parameter has a gradient" not in caplog.text
 
