@@ -148,7 +148,8 @@ class _Part:
         for tensor in own.intersection(written(self.update)):
             behind.update(readers(tensor))
         of_gradients = frozenset().union(*(storages(value(gradient)) for gradient in gradients))  # a part may write it
-        behind.update(node for node in self._places if any(storages(value(source)) & of_gradients for source in written(node)))
+        behind.update(node for node in self._places.keys() - self._waited
+                      if any(storages(value(source)) & of_gradients for source in written(node)))
         behind.add(next(node for node in reversed(self._places) if node.op == "placeholder"))
         before = self._places[self.update]
         return max((node for node in behind if self._places[node] < before), key=self._places.__getitem__)
