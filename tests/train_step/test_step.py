@@ -583,7 +583,7 @@ def test_the_graph_is_printed_and_named():
 
 def test_a_step_says_in_a_line_what_it_is():
     step = make(safeguard=True, ema=apexfx.EMA(0.5), max_grad_norm=1.0, accumulate=2)
-    options = "O0, safeguard, inner=eager, max_grad_norm=1.0, accumulate=2, ema=0.5"
+    options = "O0, safeguard, inner=eager, max_grad_norm=1.0, accumulate=2, EMA(decay=0.5)"
     assert str(step.report).startswith(f"apexfx report ({options}): no graph yet")
     assert repr(step) == f"TrainStep(Sequential, AdamW, {options}, 1 rank): no graph"
     step(*batches(1)[0])
