@@ -44,6 +44,9 @@ class UnscaleClipUpdate(Pass):
         super().__init__()
         self._decompositions = decompositions
 
+    def options(self) -> dict[str, Any]:
+        return {"decomposes": bool(self._decompositions())}
+
     def call(self, gm: fx.GraphModule) -> PassResult:
         node = apply_node(gm)
         if node is None:

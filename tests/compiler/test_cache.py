@@ -72,6 +72,16 @@ class Forgetful(apexfx.Pass):
         self.factor = factor
 
 
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_the_passes_of_a_step_bypass_no_cache(inner, monkeypatch):
+    keys, uuid = [], cache.uuid
+    monkeypatch.setattr(cache, "uuid", lambda *args: keys.append(uuid(*args)) or keys[-1])  # None: nothing of this is cached
+    model = nn.Linear(2, 2)
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), inner=inner, max_grad_norm=1.0)
+    step.capture(torch.ones(1, 2), torch.ones(1, 2))
+    assert keys and None not in keys
+
+
 def test_a_pass_that_forgets_options_counts_with_its_attributes():
     assert key(passes=[Forgetful(2.0)]) == key(passes=[Forgetful(2.0)]) != key(passes=[Forgetful(3.0)])
     assert key(passes=[Forgetful(object())]) is None  # nothing that a later process could compare
