@@ -1,4 +1,4 @@
-"""The table of docs/train_step.md of what a step refuses: each row is refused in its words, and what stands beside it trains."""
+"""The table of docs/refused.md of what a step refuses: each row is refused in its words, and what stands beside it trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import apexfx
 
-PAGE = (Path(__file__).parents[2] / "docs/train_step.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/refused.md").read_text()
 FLAG = True
 
 
