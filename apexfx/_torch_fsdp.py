@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 
 _MANAGED = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # attributes by which Dynamo leaves guards out
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
@@ -25,10 +26,7 @@ class FsdpGroup(NamedTuple):
         reshards: whether whole parameters are dropped after the forward, or the number of ranks that keep them then.
         policy: in which dtypes is computed and summed.
         offloads: whether the rows are on the CPU between steps.
-        gathers_in_backward: False after `set_unshard_in_backward(False)`.
-        reduces: False after `set_requires_gradient_sync(False)`.
-        divisor: of the sum of the ranks' gradients, where it is not their number.
-        replaced: what communicates otherwise than FSDP2 does by itself, or None.
+        torch_group: torch's record of all this.
     """
 
     name: str
@@ -38,15 +36,36 @@ class FsdpGroup(NamedTuple):
     reshards: bool | int
     policy: MixedPrecisionPolicy
     offloads: bool
-    gathers_in_backward: bool
-    reduces: bool
-    divisor: float | None
-    replaced: str | None
+    torch_group: Any
 
 
-def is_under_fully_shard(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on this module itself."""
-    return isinstance(module, FSDPModule)
+class Settings(NamedTuple):
+    """What methods of a module under `fully_shard` may change of a group at any time; as it is where none was called.
+
+    Attributes:
+        gathers_in_backward: False after `set_unshard_in_backward(False)`.
+        reduces: False after `set_requires_gradient_sync(False)`.
+        divisor: of the sum of the ranks' gradients, where it is not their number.
+        reduces_unused: True after `set_reduce_scatter_unused_params(True)`.
+        sums: True after `set_force_sum_reduction_for_comms(True)`.
+        replaced: what communicates otherwise than FSDP2 does by itself, or None.
+    """
+
+    gathers_in_backward: bool = True
+    reduces: bool = True
+    divisor: float | None = None
+    reduces_unused: bool = False
+    sums: bool = False
+    replaced: str | None = None
+
+
+def settings(group: FsdpGroup) -> Settings:
+    """Return what a group is set to now."""
+    held = group.torch_group
+    communicates = (held._all_gather_comm, held._reduce_scatter_comm, held._all_reduce_hook)
+    replaced = [type(each).__name__ for each in communicates if each is not None and type(each).__module__ != _COLLECTIVES]
+    return Settings(held.unshard_in_backward, held.reduce_grads, held.gradient_divide_factor, held.reduce_scatter_unused_params,
+                    held.force_sum_reduction_for_comms, next(iter(replaced), None))
 
 
 def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
@@ -67,22 +86,14 @@ def _read(name: str, group: Any) -> FsdpGroup:
     mesh, after = group.mesh_info, group.post_forward_mesh_info
     process_group = getattr(mesh, "shard_process_group", None)
     num_ranks = getattr(after, "shard_mesh_size", None)
-    communicates = (group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook)
-    replaced = [type(each).__name__ for each in communicates if each is not None and type(each).__module__ != _COLLECTIVES]
-    return FsdpGroup(name, group.fsdp_params, process_group, mesh.mesh.ndim,
-                     False if after is None else True if num_ranks == process_group.size() else num_ranks, group.mp_policy,
-                     isinstance(group.offload_policy, CPUOffloadPolicy), group.unshard_in_backward, group.reduce_grads,
-                     group.gradient_divide_factor, next(iter(replaced), None))
+    reshards = False if after is None else True if num_ranks == process_group.size() else num_ranks
+    return FsdpGroup(name, group.fsdp_params, process_group, mesh.mesh.ndim, reshards, group.mp_policy,
+                     isinstance(group.offload_policy, CPUOffloadPolicy), group)
 
 
 def sharded_parameter(record: Any) -> nn.Parameter:
     """Return the parameter that the module and the optimizer have."""
     return record.sharded_param
-
-
-def local_rows(tensor: Tensor) -> Tensor:
-    """Return the rows that this rank has of a DTensor."""
-    return tensor._local_tensor
 
 
 def whole_size(record: Any) -> torch.Size:
@@ -108,7 +119,7 @@ def owners(record: Any) -> Iterator[tuple[nn.Module, str]]:
 
 
 class PlainModules:
-    """The modules of a model under `fully_shard` without what that has put on them: class, hooks and marks.
+    """The modules of a model under `fully_shard` without what that has put on them: class, hooks, methods and marks.
 
     Args:
         model: under `fully_shard`.
@@ -116,47 +127,53 @@ class PlainModules:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._sharded = [(module, type(module), type(module).__mro__[type(module)._orig_cls_mro_index])
-                         for module in modules if isinstance(module, FSDPModule)]
-        states = {id(module._get_fsdp_state()): module._get_fsdp_state() for module, *_ in self._sharded}.values()
+        sharded = [module for module in modules if isinstance(module, FSDPModule)]
+        self._classes = [(module, type(module), type(module).__mro__[type(module)._orig_cls_mro_index]) for module in sharded]
+        states = {id(module._get_fsdp_state()): module._get_fsdp_state() for module in sharded}.values()
         self._groups = [group for state in states for group in state._fsdp_param_groups]
-        own = {getattr(state, name) for state in states for name in ("_pre_forward", "_post_forward")}
-        self._hooks = [hooks for module, *_ in self._sharded for hooks in (module._forward_pre_hooks, module._forward_hooks)
-                       if own.intersection(hooks.values())]
-        self._own = own
-        self._marked = [module for module in modules if _MANAGED[0] in module.__dict__]
+        own = {inspect.unwrap(getattr(state, name)) for state in states for name in ("_pre_forward", "_post_forward")}
+        self._hooks = [(hooks, {key for key, hook in hooks.items() if inspect.unwrap(hook) in own})  # wrapped, of several modules
+                       for module in sharded for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+        self._attributes = [(module, name, module.__dict__[name]) for module in modules for name in _MANAGED
+                            if name in module.__dict__]
+        self._attributes += [(module, name, method) for module in sharded for name, method in vars(module).items()
+                             if _gathers_around(method)]
 
-    def reduces(self) -> bool:
-        """Return whether all groups are to reduce gradients."""
-        return all(group.reduce_grads for group in self._groups)
+    def reshard(self) -> None:
+        """Drop whole parameters that an evaluation has left, or is about to: each module has its rows again."""
+        for group in self._groups:
+            group.wait_for_unshard()  # what `unshard(async_op=True)` has begun would become whole later
+            if not group.is_sharded:
+                group.reshard()
 
     def enter(self) -> list[dict[int, Any]]:
-        """Have the modules be as they were written; whole parameters that an evaluation has left are dropped.
+        """Have the modules be as they were written.
 
         Returns:
             What `leave` takes.
         """
-        for group in self._groups:
-            if not group.is_sharded:
-                group.reshard()
-        before = [dict(hooks) for hooks in self._hooks]
-        for module in self._marked:
-            for mark in _MANAGED:
-                module.__dict__.pop(mark, None)
-        for module, _, cls in self._sharded:
+        before = [dict(hooks) for hooks, _ in self._hooks]
+        for module, name, _ in self._attributes:
+            del module.__dict__[name]
+        for module, _, cls in self._classes:
             module.__class__ = cls
-        for hooks in self._hooks:
-            for key in [key for key, hook in hooks.items() if hook in self._own]:
+        for hooks, own in self._hooks:
+            for key in own:
                 del hooks[key]
         return before
 
     def leave(self, before: list[dict[int, Any]]) -> None:
         """Put back what `enter` has taken away."""
-        for hooks, old in zip(self._hooks, before):
+        for (hooks, _), old in zip(self._hooks, before):
             hooks.clear()
             hooks.update(old)
-        for module, cls, _ in self._sharded:
+        for module, cls, _ in self._classes:
             module.__class__ = cls
-        for module in self._marked:
-            for mark in _MANAGED:
-                module.__dict__[mark] = True
+        for module, name, value in self._attributes:
+            module.__dict__[name] = value
+
+
+def _gathers_around(method: Any) -> bool:
+    """Return whether this is what `register_fsdp_forward_method` puts in the place of a method."""
+    code = getattr(getattr(method, "__func__", None), "__code__", None)
+    return code is not None and code.co_qualname.startswith(f"{register_fsdp_forward_method.__name__}.")

@@ -22,6 +22,7 @@ from ._torch import tensor_version, tree_leaves, tree_map
 from .compiler.forward_errors import frames_of_user, place
 from .graph.printing import count_text, first_names
 from .train_step import TrainStep
+from .train_step.model import check_traceable
 from .train_step.wrong_call import shown
 
 _TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
@@ -124,6 +125,7 @@ def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[An
     if not isinstance(step, TrainStep) or not callable(update) or callable(batches):
         raise TypeError(f"apexfx: check_loop() was called with {', '.join(type(x).__name__ for x in (step, update, batches))}, "
                         "expected check_loop(step, update, batches): a step, the function of the loop, and a list of batches")
+    check_traceable(step.model)
     accumulate = step.options.accumulate
     batches = list(batches)
     if not batches or len(batches) % accumulate:

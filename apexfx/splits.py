@@ -19,6 +19,7 @@ from ._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
 from .compiler.forward_errors import frames_of_user, place
 from .train_step import TrainStep
 from .train_step.mean import Mean
+from .train_step.model import check_traceable
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
@@ -111,6 +112,7 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
             batch is not finite, or another when it is computed again.
         RuntimeError, ...: what the model or the loss raises in float64; a note says so.
     """
+    check_traceable(step.model)
     first = next((x for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), None)
     size = 0 if first is None else len(first)
     most = math.lcm(*(r * a for r in ranks for a in accumulate))

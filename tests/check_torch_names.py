@@ -31,7 +31,9 @@ SETTINGS = {
     "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": ("_orig_size", "fsdp_placement", "is_dtensor", "sharded_param",
                                                             "_module_info"),
     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": ("mesh_info", "mp_policy", "reduce_grads", "unshard_in_backward",
-                                                                  "post_forward_mesh_info", "gradient_divide_factor"),
+                                                                  "post_forward_mesh_info", "gradient_divide_factor",
+                                                                  "reduce_scatter_unused_params",
+                                                                  "force_sum_reduction_for_comms"),
 }
 
 

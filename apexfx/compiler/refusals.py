@@ -29,9 +29,9 @@ from .._torch import (
 )
 from ..graph.inputs import Placeholder
 
-_WHOLE = ("apexfx works on whole parameters, but for train_step(), which takes a model under fully_shard() as it is: give it the "
-          "model before fully_shard(), FullyShardedDataParallel(), parallelize_module() or distribute_tensor() and leave those "
-          "out (ddp=True averages gradients), or train without it")
+_WHOLE = ("apexfx works on whole parameters, and train_step() on a model under fully_shard() as well; give it the model before "
+          "fully_shard(), FullyShardedDataParallel(), parallelize_module() or distribute_tensor() and leave those out (ddp=True "
+          "averages gradients), or train without it")
 COMPILES_ITSELF = ("a transformed model compiles itself and cannot be exported; export the module that it was made from, which "
                    "holds the same parameters")
 

@@ -30,6 +30,7 @@ from .._torch import device_of_group, process_group_timeout
 from ..errors import RankFailureError, RankMismatchError
 from ..host_copy import HostCopy
 
+TRAINED = "trains"  # begins an item that says of a parameter, by its name, that its gradient is averaged
 _NOTHING = "nothing"
 
 
@@ -196,8 +197,7 @@ def _differing_keys(a: Any, b: Any, rank: int) -> str:
 
 def _trained_on_one(a: Sequence[Any], b: Sequence[Any], rank: int) -> str:
     """Name a parameter that is averaged on one rank alone: "0.weight is trained on rank 0 and not on rank 1"."""
-    first, there = ({x[0] for x in items if isinstance(x, list) and len(x) == 4 and str(x[2]).startswith("torch.")}
-                    for items in (a, b))
+    first, there = ({x[1] for x in items if isinstance(x, list) and x[0] == TRAINED} for items in (a, b))
     if not first or not there:  # of a rank that is in pieces
         return ""
     both = [(name, 0, rank) for name in sorted(first - there)] + [(name, rank, 0) for name in sorted(there - first)]

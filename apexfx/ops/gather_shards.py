@@ -3,8 +3,9 @@
 Rank r of n has the rows r * h up to (r + 1) * h of a parameter of `length` rows, h = ceil(length / n): the last ranks have fewer,
 or none. Registered `CompositeImplicitAutograd`, so that AOTAutograd traces through it:
 
-    forward   flatten_bucket -> all_gather_into_tensor -> wait -> each parameter's part
-    backward  _chunk_cat -> reduce_scatter_tensor -> wait -> each parameter's rows, the mean over the ranks
+    forward   cast to `dtype` -> flatten_bucket -> all_gather_into_tensor -> wait -> each parameter's part
+    backward  cast to `reduce_dtype` -> _chunk_cat -> reduce_scatter_tensor -> wait -> each parameter's rows, the mean over the
+              ranks, in their own dtype
 
 One collective each for all parameters, laid out as FSDP2 does: each rank's part of the first, each rank's part of the second, ...
 """
@@ -21,18 +22,19 @@ from torch import Tensor
 from ._define import LIBRARY
 from .bucket import flatten_bucket
 
-LIBRARY.define("gather_shards(Tensor[] rows, int[] lengths, int world_size, str group_name, ScalarType? reduce_dtype=None)"
-               " -> Tensor[]")
+LIBRARY.define("gather_shards(Tensor[] rows, int[] lengths, int world_size, str group_name, ScalarType? dtype=None, "
+               "ScalarType? reduce_dtype=None) -> Tensor[]")
 c10d = torch.ops._c10d_functional
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lengths: Sequence[int], world_size: int, group: str, reduce_dtype: torch.dtype | None,
-                *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, lengths: Sequence[int], world_size: int, group: str, dtype: torch.dtype | None,
+                reduce_dtype: torch.dtype | None, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.group, ctx.world_size, ctx.dtype = group, world_size, reduce_dtype
         ctx.of_rows = [(each.shape, each.dtype) for each in rows]
+        rows = [each.to(dtype or each.dtype) for each in rows]
         heights = [-(-length // world_size) for length in lengths]
         sizes = [height * math.prod(each.shape[1:]) for height, each in zip(heights, rows)]
         offsets = [sum(sizes[:place]) for place in range(len(sizes))]
@@ -44,9 +46,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        places = [place for place, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[4 + place]]
+        places = [place for place, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[5 + place]]
         if not places:
-            return (None,) * (4 + len(grads))
+            return (None,) * (5 + len(grads))
         whole, n = [grads[place] for place in places], ctx.world_size
         dtype = ctx.dtype or whole[0].dtype
         operation, before, after = divisors(dtype, n)
@@ -59,12 +61,12 @@ class _Gather(torch.autograd.Function):
         for place, part in zip(places, rows.split(sizes)):
             shape, own = ctx.of_rows[place]
             reduced[place] = part[:math.prod(shape)].view(shape).to(own)
-        return None, None, None, None, *reduced
+        return None, None, None, None, None, *reduced
 
 
 def divisors(dtype: torch.dtype, world_size: int) -> tuple[str, int, float]:
     """Return how a sum over ranks becomes a mean, as FSDP2 does: the operation, and what divides before and after it."""
-    if dtype in (torch.float32, torch.bfloat16):
+    if dtype in (torch.float32, torch.bfloat16) and world_size > 1:
         return "avg", 1, 1
     before = 1
     while world_size % before == 0 and world_size / before > before:
@@ -73,8 +75,8 @@ def divisors(dtype: torch.dtype, world_size: int) -> tuple[str, int, float]:
 
 
 def _gather_shards(rows: Sequence[Tensor], lengths: Sequence[int], world_size: int, group_name: str,
-                   reduce_dtype: torch.dtype | None = None) -> list[Tensor]:
-    return list(_Gather.apply(lengths, world_size, group_name, reduce_dtype, *rows))
+                   dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None) -> list[Tensor]:
+    return list(_Gather.apply(lengths, world_size, group_name, dtype, reduce_dtype, *rows))
 
 
 LIBRARY.impl("gather_shards", _gather_shards, "CompositeImplicitAutograd")

@@ -187,6 +187,9 @@ def check_names(config: TransformConfig, *, is_train_step: bool = False) -> None
     if UnscaleClipUpdate.name in config.skip:
         raise ValueError(f"apexfx: skip names {UnscaleClipUpdate.name!r}, which updates the parameters; a training step without "
                          "it would train nothing")
+    if GatherShards.name in config.skip:
+        raise ValueError(f"apexfx: skip names {GatherShards.name!r}, without which each rank would train on its own rows alone; "
+                         "leave fully_shard() out")
     known = built_in + [p.name for p in config.passes]
     for name in config.skip:
         if name not in known:

@@ -17,6 +17,7 @@ from ..buckets.bucket import dim_order
 from ..buckets.plan import Bucket, BucketPlan, GradientSpec, Slot, given_plan, plan_buckets
 from ..buckets.windows import MARK, windows
 from ..config import HALVES, BucketConfig
+from ..distributed.agreement import TRAINED
 from ..errors import PassError
 from ..graph.inputs import Placeholder, gradient_list, gradients, replace_gradients
 from ..graph.nodes import CASTS, before_upcast, call, fake_mode, value
@@ -96,8 +97,9 @@ class BucketAllreduce(Pass):
     def collectives(self) -> list[Any]:
         """Return everything that the bucket plan follows from: the options (a replayed plan whole), then each parameter."""
         options = {**self.config.describe(), "plan": self.replayed.to_json() if self.replayed else None, "timeout_s": None}
-        return [options, *([p.name, list(p.shape or ()), str(p.dtype), dim_order(p.shape, p.stride) if p.stride else None]
-                           for p in self.placeholders if p.kind == "param" and p.requires_grad)]
+        trained = [p for p in self.placeholders if p.kind == "param" and p.requires_grad]
+        return [options, *([TRAINED, p.name, list(p.shape or ()), str(p.dtype), p.stride and dim_order(p.shape, p.stride)]
+                           for p in trained)]
 
     def artifacts(self) -> Artifacts:
         return Artifacts(plan=self.plan)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..graph.gradient_modes import ON, gradient_modes
-from ..graph.inputs import Placeholder, apply_node
+from ..graph.inputs import Placeholder, apply_node, written_parameter
 from ..graph.mutation import storages, written_storages
 from ..graph.nodes import NAME, call, evaluate, fake_mode, set_value, value
 from ..graph.printed_names import identifier
@@ -104,16 +104,16 @@ class GatherShards(Pass):
         for group in self.shards:
             by_dtype: dict[torch.dtype, list[_Member]] = {}
             for index, length in zip(group.parameters, group.lengths):
-                source, users = _gathered(inputs[index], ends)
+                whole, users = _gathered(inputs[index], ends)
                 if users:
-                    member = _Member(source, length, value(source), users, inputs[index].meta[NAME])
+                    member = _Member(inputs[index], length, whole, users)
                     by_dtype.setdefault(member.whole.dtype, []).append(member)
                 rows = self.placeholders[index]
                 with mode:
                     empty = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device, requires_grad=rows.requires_grad)
                 set_value(inputs[index], empty)
             for members in by_dtype.values():
-                first = min((user for member in members for user in member.users), key=place.__getitem__)
+                first = min((user for member in members for user, _ in member.users), key=place.__getitem__)
                 gathers.append((place[first], first, group, members))
         for _, first, group, members in sorted(gathers, key=lambda each: each[0]):
             while modes.get(first.prev, ON) != ON:  # or it would have no gradient
@@ -134,26 +134,24 @@ class GatherShards(Pass):
         memory = written_storages(gm)
         for index in (index for group in self.shards for index in group.parameters):
             if storages(value(inputs[index])) & memory:
-                raise ValueError(f"apexfx: the forward or the loss writes parameter {self.placeholders[index].name!r} in place, "
-                                 "which is sharded, and gathered for the forward alone; write it between two steps, under "
-                                 "torch.no_grad()")
+                raise written_parameter(self.placeholders[index].name)
 
     def _gather(self, first: fx.Node, group: ShardGroup, members: Sequence[_Member], mode: Any) -> None:
         """Insert the gather of `members` in front of `first`, and have their users read what it gives."""
-        nodes, lengths = [member.node for member in members], [member.length for member in members]
-        for cast in (node for node in nodes if node.op != "placeholder"):
-            first.prepend(cast)
-            set_value(cast, evaluate(cast, mode))
+        nodes, lengths, dtype = [member.node for member in members], [member.length for member in members], members[0].whole.dtype
+        names = [node.meta[NAME] for node in nodes]
         with first.graph.inserting_before(first):
-            gathered = call(first.graph, _GATHER, (nodes, lengths, self.world_size, self.group_name, group.reduce_dtype),
+            gathered = call(first.graph, _GATHER, (nodes, lengths, self.world_size, self.group_name, dtype, group.reduce_dtype),
                             like=first, mode=mode, name=f"{identifier(group.name or 'root')}_gathered")
-            for at, member in enumerate(members):
+            for at, (name, member) in enumerate(zip(names, members)):
                 item = call(first.graph, operator.getitem, (gathered, at), like=first, mode=mode,
-                            name=f"{identifier(member.name)}_whole")
+                            name=f"{identifier(name)}_whole")
                 set_value(item, member.whole)
-                for user in member.users:
-                    user.replace_input_with(member.node, item)
-        self._gathered.append(["gather", group.name, [member.name for member in members], str(members[0].whole.dtype)])
+                for user, source in member.users:
+                    user.replace_input_with(source, item)
+                for cast in {source for _, source in member.users} - {member.node}:
+                    first.graph.erase_node(cast)
+        self._gathered.append(["gather", group.name, names, str(dtype)])
         self.record(gathered, f"{count_text(len(members), 'parameter')} of {group.name or 'the model itself'}")
 
 
@@ -161,30 +159,27 @@ class _Member(NamedTuple):
     """A parameter in a gather.
 
     Attributes:
-        node: what is gathered: its input, or a cast of it.
+        node: its input.
         length: how many rows the whole one has.
-        whole: the value of that.
-        users: what reads it.
-        name: of the parameter.
+        whole: the value of that, as it is gathered: in the dtype of its one cast where nothing else reads it.
+        users: what reads it, and by which node.
     """
 
     node: fx.Node
     length: int
     whole: Tensor
-    users: list[fx.Node]
-    name: str
+    users: list[tuple[fx.Node, fx.Node]]
 
 
-def _gathered(parameter: fx.Node, ends: Container[fx.Node | None]) -> tuple[fx.Node, list[fx.Node]]:
-    """Return what is to be gathered of a parameter, its one cast where nothing else reads it, and what reads that.
+def _gathered(parameter: fx.Node, ends: Container[fx.Node | None]) -> tuple[Tensor, list[tuple[fx.Node, fx.Node]]]:
+    """Return the value of what is to be gathered of a parameter, and what reads it, by which node.
 
     Args:
         ends: what takes the parameter itself: as rows.
     """
     users = [user for user in parameter.users if user not in ends]
-    if len(users) == 1 and is_inserted_cast(users[0]):
-        return users[0], list(users[0].users)
-    return parameter, users
+    source = users[0] if len(users) == 1 and is_inserted_cast(users[0]) else parameter
+    return value(source), [(user, source) for user in (source.users if source is not parameter else users)]
 
 
 def _set_gradients(gm: fx.GraphModule, sums: Sequence[fx.Node], mode: Any) -> None:

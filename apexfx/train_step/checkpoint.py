@@ -29,6 +29,8 @@ def save(parts: Components) -> dict[str, Any]:
 
 def load(parts: Components, state: dict[str, Any]) -> None:
     """Load what `save` returned; see `TrainStep.load_state_dict`. Nothing has changed where it raises."""
+    if parts.sharded is not None:
+        parts.sharded.reshard()
     state = _checked(parts, state)
     parts.objective_modules.refresh(parts.optimizers)
     holders = {"model": parts.model, "optimizer": parts.optimizers, "objective": parts.objective_modules}

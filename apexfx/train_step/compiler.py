@@ -26,7 +26,7 @@ from ..compiler.refusals import check_plain
 from ..compiler.rewritten_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
 from ..compiler.traced import Traced
 from ..config import TransformConfig
-from ..distributed.agreement import Agreement, Communication, explained
+from ..distributed.agreement import TRAINED, Agreement, Communication, explained
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node, written_parameter
 from ..graph.mutation import storages, written, written_storages
@@ -155,7 +155,7 @@ class StepCompiler:
         # What the end of the step applies.
         params, grads, updated = _applied(gm)
         present = [gradient is not None for gradient in grads]
-        collectives = self._collectives(graph, [p.meta[NAME] for p, here in zip(params, present) if here])
+        collectives = self._collectives(graph, [p.meta[NAME] for p, here in zip(params, present) if here], shards and reached)
         agreement = self.agreement if collectives else None
         communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.index.mode)
 
@@ -207,12 +207,19 @@ class StepCompiler:
         elif self.groups.batch_norm is None and not self.config.passes:
             leave_counts_apart(gm)
 
-    def _collectives(self, graph: RewrittenGraph, applied: Sequence[str]) -> list[Any]:
-        """Describe, in order, what the graph will communicate; `applied` are the parameters that have a gradient."""
+    def _collectives(self, graph: RewrittenGraph, applied: Sequence[str], summed: Sequence[bool]) -> list[Any]:
+        """Describe, in order, what the graph will communicate.
+
+        Args:
+            applied: the parameters that have a gradient.
+            summed: for each parameter whether its gradient is summed in this call, be it applied or accumulated.
+        """
         rows = [*issued(graph.gm, self.groups.names()),
                 *(row for pass_ in graph.pipeline.passes for row in pass_.collectives())]
         if not rows:
             return []
+        if summed:
+            rows += [[TRAINED, p.meta[NAME]] for p, here in zip(_backward(graph.gm).args[1], summed) if here]
         return [numeric_options(self.config), *rows, *([["gradients of", *applied]] if self.reduce_gradients and applied else [])]
 
     def _check_budget(self, record: GraphReport) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import forward_hooks, global_module_hooks, has_backward_hooks, saves_by_hooks
+from .._torch import forward_hooks, global_module_hooks, has_backward_hooks, saves_by_hooks, under_fully_shard
 from ..compiler.dynamo_batch_norm import traceable_batch_norm
 from ..compiler.left_as_it_was import left_as_it_was
 from ..compiler.traceable import TraceableClasses, all_modules, path_of
@@ -131,6 +131,18 @@ def check_contexts() -> None:
         reason = "torch.autograd.graph.saved_tensors_hooks (save_on_cpu, too) changes what a backward reads"
         raise NotOneGraph(f"apexfx: {reason}, and a training step as one graph keeps nothing for one; leave it out "
                           "(memory_budget= has a step keep less), or pass fallback='transform'", reason)
+
+
+def check_traceable(model: nn.Module) -> None:
+    """Refuse to run a step on copies, on one rank, where what that holds is a part of what the ranks hold.
+
+    Raises:
+        ValueError: it is under `fully_shard`.
+    """
+    if under_fully_shard([model]):
+        raise ValueError("apexfx: a step of a model under fully_shard() is run by no rank alone, as compare(), check_loop(), "
+                         "check_splits(), record() and a search for what is not finite do; make a step of the model without "
+                         "fully_shard()")
 
 
 class _CastInputs:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _torch_fsdp as fsdp
-from .._torch import registries
+from .._torch import local_rows, registries, under_fully_shard
 from ..passes.gather_shards import ShardGroup
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 
 
 class _Accumulated:
-    """The sum of a parameter's gradients of earlier calls: what is in its place during a call, and its rows."""
+    """The sum of a parameter's gradients of earlier calls: what is in its place during a call, and its rows as they are now."""
 
     def __init__(self, rows: Tensor, size: torch.Size) -> None:
         self.rows, self.whole = rows, without_memory(size, like=rows)
@@ -35,6 +35,7 @@ class _Parameter:
     Attributes:
         whole: what is in its place during a call: of the whole shape, without memory.
         rows: those that this rank has, a leaf over FSDP2's own memory.
+        accumulated: the sum of its gradients, where calls accumulate; graphs know it by its `whole`.
     """
 
     def __init__(self, record: Any) -> None:
@@ -43,6 +44,7 @@ class _Parameter:
         self.whole = nn.Parameter(without_memory(self.size, like=self.sharded))
         self._local: Tensor | None = None
         self.rows = self._local
+        self.accumulated: _Accumulated | None = None
         self.read()
 
     @property
@@ -57,11 +59,18 @@ class _Parameter:
     def read(self) -> None:
         """Follow what FSDP2, or a user, has changed: where the rows are, and whether they are trained."""
         p = self.sharded
-        if (local := fsdp.local_rows(p)) is not self._local:
+        if (local := local_rows(p)) is not self._local:
             self._local, self.rows = local, local.detach()
         if self.rows.requires_grad != p.requires_grad or self.whole.requires_grad != p.requires_grad:
             for tensor in (self.rows, self.whole):
                 tensor.requires_grad_(p.requires_grad)
+
+    def accumulate_in(self, rows: Tensor) -> Tensor:
+        """Have gradients be added up in `rows`; return what is in the place of their sum during a call."""
+        if self.accumulated is None or self.accumulated.rows.dtype != rows.dtype:
+            self.accumulated = _Accumulated(rows, self.size)
+        self.accumulated.rows = rows
+        return self.accumulated.whole
 
 
 def without_memory(size: torch.Size, like: Tensor) -> Tensor:
@@ -86,6 +95,8 @@ class ShardedModel:
 
     def __init__(self, model: nn.Module) -> None:
         check_root(model)
+        self._plain = fsdp.PlainModules(model)
+        self.reshard()
         groups = fsdp.fsdp_groups(model)
         for each in groups:
             _check_group(each)
@@ -95,8 +106,6 @@ class ShardedModel:
         self.group: dist.ProcessGroup = groups[0].process_group
         self._groups = [(each, [_Parameter(record) for record in each.params]) for each in groups]
         self._parameters = [p for _, members in self._groups for p in members]
-        self._accumulated: dict[int, _Accumulated] = {}  # by the id of what has the sum
-        self._plain = fsdp.PlainModules(model)
 
     def check(self, model: nn.Module, trained: Sequence[Tensor], optimizers: OptimizerList, options: StepOptions) -> None:
         """Refuse what is not there yet for a sharded model, and what would train each rank apart.
@@ -141,12 +150,15 @@ class ShardedModel:
             raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph ({outside}), and a step of a model under "
                              "fully_shard() updates inside of it alone; use another optimizer")
 
+    def reshard(self) -> None:
+        """Drop whole parameters that an evaluation has left."""
+        self._plain.reshard()
+
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         """Have the model as it was written, with `whole` in the place of each parameter, until the end of the context."""
-        if not self._plain.reduces():
-            raise ValueError("apexfx: set_requires_gradient_sync(False) was called on the model, and each call of a training "
-                             "step applies the mean of all ranks' gradients; set it to True")
+        for each, _ in self._groups:
+            _check_settings(each)
         before = self._plain.enter()
         try:
             for p in self._parameters:
@@ -162,25 +174,24 @@ class ShardedModel:
 
     def wholes(self, params: Sequence[Tensor], accumulated: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
         """Return what is in the place of parameters, and of the sums of their gradients, during a call."""
+        own = self._of(params)
+        return [p.whole for p in own], [p.accumulate_in(local_rows(held)) for p, held in zip(own, accumulated)]
+
+    def rows(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the rows that this rank has of parameters."""
+        return [p.rows for p in self._of(params)]
+
+    def _of(self, params: Sequence[Tensor]) -> list[_Parameter]:
         by_id = {id(p.sharded): p for p in self._parameters}
         if not by_id.keys() >= set(map(id, params)):
             raise ValueError("apexfx: the optimizer holds parameters that the model has no more: others took their place, as by "
                              "load_state_dict(assign=True); make a new optimizer and a new step")
-        own = [by_id[id(p)] for p in params]
-        for p, held in zip(own, accumulated):
-            known = self._accumulated.get(id(held))
-            if known is None or known.rows is not fsdp.local_rows(held):
-                self._accumulated[id(held)] = _Accumulated(fsdp.local_rows(held), p.size)
-        return [p.whole for p in own], [self._accumulated[id(held)].whole for held in accumulated]
-
-    def rows(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return the rows that this rank has of parameters."""
-        by_id = {id(p.sharded): p.rows for p in self._parameters}
         return [by_id[id(p)] for p in params]
 
     def shards(self, example_inputs: Sequence[Any]) -> dict[int, _Parameter | _Accumulated]:
         """Return which inputs of a captured graph stand for what is sharded, by place."""
-        by_id = {id(each.whole): each for each in (*self._parameters, *self._accumulated.values())}
+        sums = [p.accumulated for p in self._parameters if p.accumulated is not None]
+        by_id = {id(each.whole): each for each in (*self._parameters, *sums)}
         return {place: by_id[id(x)] for place, x in enumerate(example_inputs) if id(x) in by_id}
 
     def sums(self, shards: dict[int, _Parameter | _Accumulated]) -> tuple[int, ...]:
@@ -203,7 +214,7 @@ _BY_ELEMENT = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adamax", 
 
 def check_root(model: nn.Module) -> None:
     """Refuse a model of which parts alone are under `fully_shard`."""
-    if not fsdp.is_under_fully_shard(model):
+    if not under_fully_shard([model]):
         raise ValueError("apexfx: modules of the model are under fully_shard(), and the model itself is not, so that nothing "
                          "averages the gradients of the rest; call fully_shard(model), too, after those of its blocks")
 
@@ -211,27 +222,46 @@ def check_root(model: nn.Module) -> None:
 def _check_group(group: fsdp.FsdpGroup) -> None:
     """Refuse what a step would do otherwise than FSDP2 was told to."""
     policy = group.policy
-    refusals = [
+    _refuse(group, [
         (group.process_group is None or group.mesh_dims != 1,
          "over a mesh of two dimensions (HSDP), or over none, and a training step is over one; give it a mesh of one dimension"),
         (group.offloads, "with CPUOffloadPolicy, and a training step runs where its parameters are; leave offload_policy out"),
-        (not group.gathers_in_backward,
-         "with set_unshard_in_backward(False), and a training step gathers what its backward reads; leave that call out"),
         (not isinstance(group.reshards, bool),
          f"with reshard_after_forward={group.reshards}, and a training step keeps whole parameters or drops them: True or False"),
-        (group.divisor is not None,
-         "with set_gradient_divide_factor(), and a training step averages over the ranks; leave that out, and scale the loss"),
-        (group.replaced is not None,
-         f"with {group.replaced} in the place of FSDP2's own communication, which no graph holds; leave it out"),
         (policy.param_dtype is not None or policy.output_dtype is not None,
          "with a MixedPrecisionPolicy that says in which dtype to compute, and a training step has opt_level= for that; give it "
-         "reduce_dtype alone, and the step opt_level='O2', dtype=...")]
-    where = f"module {group.name!r}" if group.name else "the model"
-    for refused, text in refusals:
-        if refused:
-            raise ValueError(f"apexfx: {where} is under fully_shard() {text}")
+         "reduce_dtype alone, and the step opt_level='O2', dtype=...")])
+    _check_settings(group)
     for record in group.params:
-        _check_parameter(record, f"a parameter of {where} (of shape {list(fsdp.whole_size(record))})")
+        _check_parameter(record, f"a parameter of {_said(group)} (of shape {list(fsdp.whole_size(record))})")
+
+
+def _check_settings(group: fsdp.FsdpGroup) -> None:
+    """Refuse what a method of FSDP2's has set, perhaps since the last call, and a step does otherwise."""
+    if (now := fsdp.settings(group)) == fsdp.Settings():
+        return
+    _refuse(group, [
+        (not now.gathers_in_backward,
+         "with set_unshard_in_backward(False), and a training step gathers what its backward reads; leave that call out"),
+        (not now.reduces, "with set_requires_gradient_sync(False), and each call of a training step sums the gradients of all "
+                          "ranks; set it to True"),
+        (now.divisor is not None,
+         "with set_gradient_divide_factor(), and a training step averages over the ranks; leave that out, and scale the loss"),
+        (now.reduces_unused, "with set_reduce_scatter_unused_params(True), and a training step leaves what its loss does not "
+                             "depend on as it is; leave that call out"),
+        (now.sums, "with set_force_sum_reduction_for_comms(True), and a training step has the group average; leave that out"),
+        (now.replaced is not None,
+         f"with {now.replaced} in the place of FSDP2's own communication, which no graph holds; leave it out")])
+
+
+def _refuse(group: fsdp.FsdpGroup, reasons: Sequence[tuple[bool, str]]) -> None:
+    for refused, text in reasons:
+        if refused:
+            raise ValueError(f"apexfx: {_said(group)} is under fully_shard() {text}")
+
+
+def _said(group: fsdp.FsdpGroup) -> str:
+    return f"module {group.name!r}" if group.name else "the model"
 
 
 def _check_parameter(record: Any, what: str) -> None:
@@ -242,8 +272,8 @@ def _check_parameter(record: Any, what: str) -> None:
     if fsdp.sharded_dim(record):
         raise ValueError(f"apexfx: {what} is sharded along dimension {fsdp.sharded_dim(record)} (shard_placement_fn=), and a "
                          "training step gathers rows; leave that out")
-    if type(fsdp.local_rows(p)) is not Tensor:
-        raise ValueError(f"apexfx: {what} holds a {type(fsdp.local_rows(p)).__name__}, which a training step does not gather; "
+    if type(local_rows(p)) is not Tensor:
+        raise ValueError(f"apexfx: {what} holds a {type(local_rows(p)).__name__}, which a training step does not gather; "
                          "use plain tensors")
     if p.is_complex():
         raise ValueError(f"apexfx: {what} is complex, and a training step gathers and sums rows of real ones; hold two real "

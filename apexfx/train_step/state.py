@@ -170,6 +170,8 @@ class TrainingState:
             cached: for graphs that were compiled before alone, whose guards see the rest.
         """
         state = self.now.optimizer
+        if self._parts.sharded is not None:
+            self._parts.sharded.reshard()
         if self._structure is None or self._structure.has_changed(cached=cached) or self._has_new_hooks() \
                 or state is not None and state.was_counted_by_others():
             self._read()

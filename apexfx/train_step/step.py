@@ -34,7 +34,7 @@ from .components import CallGraphs, Components
 from .function import apply_gradients
 from .inputs import StepInputs
 from .kept_buffers import KeptBuffers
-from .model import StepModel, check_modules
+from .model import StepModel, check_modules, check_traceable
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
@@ -460,7 +460,7 @@ def trace_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, An
     from . import step_graphs
 
     parts = step._parts
-    step_graphs.check_traceable(parts)
+    check_traceable(step.model)
     params = trained_parameters(step.model, parts.objective_modules, parts.optimizers)
     return step_graphs.trace_gradients(parts.step_model, step.objective, config, parts.groups, params, batch, named,
                                        scale=parts.scale, calls=parts.options.accumulate)

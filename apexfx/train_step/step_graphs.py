@@ -35,7 +35,7 @@ from .components import Components
 from .errors import calls_backward, capture_errors
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
 from .inputs import StepInputs
-from .model import StepModel, check_contexts, warn_of_eval_mode
+from .model import StepModel, check_contexts, check_traceable, warn_of_eval_mode
 from .state import TrainingState
 
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
@@ -138,7 +138,7 @@ class StepGraphs:
         Raises:
             As a call.
         """
-        check_traceable(self._parts)
+        check_traceable(self._parts.model)
         compiler = self._make_compiler(report=Report(self._parts.report.config), agreement=None, traces=True)
         return trace(run_step, compiler, self._parts.step_model, self._inputs(self._parts.model), batch, named)
 
@@ -198,17 +198,6 @@ class StepGraphs:
         for tensor in tree_leaves(written):
             if isinstance(tensor, Tensor):
                 mark_static_address(tensor, guard=False)
-
-
-def check_traceable(parts: Components) -> None:
-    """Refuse to run the graph of a step on copies of its inputs where those are a part of what the ranks hold.
-
-    Raises:
-        ValueError: the model is under `fully_shard`.
-    """
-    if parts.sharded is not None:
-        raise ValueError("apexfx: the graph of a step of a model under fully_shard() is run by no rank alone, as compare(), "
-                         "record() and a search for what is not finite do; make a step of the model without fully_shard()")
 
 
 def grad_versions(params: Sequence[Tensor]) -> list[Any]:

@@ -83,6 +83,8 @@ MODELS = {
     "blocks alone": (blocks_alone, r"fully_shard\(model\), too"),
     "ignored": (without_head, "'head.weight' is trained and not sharded"),
     "divisor": (lambda: changed("set_gradient_divide_factor", 3.0), "set_gradient_divide_factor"),
+    "unused": (lambda: changed("set_reduce_scatter_unused_params", True), "set_reduce_scatter_unused_params"),
+    "sums": (lambda: changed("set_force_sum_reduction_for_comms", True), "set_force_sum_reduction_for_comms"),
     "hook": (lambda: changed("set_all_reduce_hook", lambda x: None), "FSDP2's own communication"),
     "mixed precision": (lambda: shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "opt_level='O2', dtype="),
     "output_dtype": (lambda: shard(mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16)), "opt_level='O2', dtype="),
@@ -93,6 +95,7 @@ OPTIONS = {
     "replica_check_interval": {"safeguard": apexfx.Safeguard(replica_check_interval=2)},
     "keep_grads": {"keep_grads": True}, "fallback": {"fallback": "transform"}, "sync_bn": {"sync_bn": True},
     "cudagraphs": {"inner": "cudagraphs"}, "verify": {"verify": "each"}, "opt_level": {"opt_level": "O3"},
+    "gather_shards": {"skip": ("gather_shards",)},
 }
 OPTIMIZERS = {"Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]),
               "FusedLAMB": lambda model: FusedLAMB(model.parameters()),
@@ -128,7 +131,7 @@ def test_what_is_not_there_for_sharded_models_is_refused(name):
 
 
 def test_transform_says_that_train_step_does_it():
-    with fake_process_group(4), pytest.raises(ValueError, match=r"train_step\(\), which takes a model under fully_shard"):
+    with fake_process_group(4), pytest.raises(ValueError, match=r"train_step\(\) on a model under fully_shard"):
         apexfx.transform(shard())
 
 
@@ -146,15 +149,21 @@ def batch():
 def test_what_a_call_does_otherwise_is_refused():
     with fake_process_group(4):
         step = make(shard(Writes()))
-        with pytest.raises(ValueError, match=r"writes parameter 'block.weight' in place, which is sharded"):
+        with pytest.raises(ValueError, match=r"writes parameter 'block.weight' in place"):
             step(*batch())
         model = shard()
         step = make(model)
-        model.set_requires_gradient_sync(False)
-        with pytest.raises(ValueError, match=r"set_requires_gradient_sync\(False\)"):
-            step(*batch())
-        model.set_requires_gradient_sync(True)
         step(*batch())
+        for name, value, before in (("set_requires_gradient_sync", False, True), ("set_unshard_in_backward", False, True),
+                                    ("set_gradient_divide_factor", 1.0, None), ("set_all_reduce_hook", print, None)):
+            getattr(model, name)(value)
+            with pytest.raises(ValueError, match=name if name != "set_all_reduce_hook" else "FSDP2's own communication"):
+                step(*batch())
+            getattr(model, name)(before)
+        step(*batch())
+        for check in (lambda: apexfx.check_splits(step, *batch()), lambda: apexfx.check_loop(step, print, [batch()])):
+            with pytest.raises(ValueError, match=r"under fully_shard\(\) is run by no rank alone"):
+                check()
         step.optimizer.register_step_post_hook(lambda *_: None)
         with pytest.raises(ValueError, match=r"hooks are registered around its step\), and a step of a model under fully_shard"):
             step(*batch())
