@@ -179,18 +179,19 @@ def test_interrupts_leave_no_mode_on_and_a_step_that_was_done_or_not(calls):
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for _ in range(calls):
-            armed = True
             try:
+                armed = True
                 longest = NUMBERS.choice([1.5, 10]) * seconds  # behind an interrupt a call takes several times as long
                 signal.setitimer(signal.ITIMER_REAL, longest * NUMBERS.random() + 1e-6)
-                step(x)
-                armed, end, done = False, "done", done + 1
+                try:
+                    step(x)
+                    armed, end, done = False, "done", done + 1
+                except RuntimeError as error:  # which the call before has left
+                    armed, end, done = False, "refused", 3
+                    assert "an earlier step failed after it had begun to change" in str(error)
+                    step.load_state_dict(copy.deepcopy(checkpoint))
             except KeyboardInterrupt:
                 end = "interrupted"
-            except RuntimeError as error:  # which the call before has left
-                assert "an earlier step failed after it had begun to change" in str(error)
-                armed, end, done = False, "refused", 3
-                step.load_state_dict(copy.deepcopy(checkpoint))
             ends[end] += 1
             assert function_mode_depth() == 0 and torch.is_grad_enabled(), end
             torch.zeros(1) + 1

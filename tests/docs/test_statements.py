@@ -45,6 +45,7 @@ CASES = {  # objective, optimizer, clipping, whether the parameters are eager's 
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_eager(name):
     objective, make_optimizer, clip, equal = CASES[name]
+    equal &= torch.backends.cpu.get_cpu_capability() != "DEFAULT"  # where torch rounds the products of an update
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
     other = copy.deepcopy(model)
