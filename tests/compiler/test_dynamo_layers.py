@@ -75,7 +75,7 @@ class Reversed(nn.LSTM):
 
 
 def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)  # powers of two: the bits do not depend on the processor
 
 
 def batches(num_lengths):
