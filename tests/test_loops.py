@@ -198,7 +198,7 @@ ROUNDS = {"a loss scale": OF_FLOAT16, "a loss scale that step() takes out": OF_F
           "O2 and a safeguard": r"rounding: the step computes in bfloat16 \(O2\), the loop's autocast was off; opt_level='O0'"}
 
 
-@table(3, "name", RIGHT)
+@table(2, "name", RIGHT)
 @pytest.mark.filterwarnings("error:.*optimizer.step")
 def test_the_loop_that_a_step_replaces(name):
     found = check(*RIGHT[name])
@@ -313,7 +313,7 @@ DIFFERENT = {  # what is above, where they part, in which update, what is said
 }
 
 
-@table(4, "name", DIFFERENT)
+@table(2, "name", DIFFERENT)
 def test_planted_differences(name):
     *case, part, number, said = DIFFERENT[name]
     found = check(*case)

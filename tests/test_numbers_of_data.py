@@ -102,7 +102,7 @@ FORMS = {**{f"reads {name}": use for name, use in READS.items()}, **{f"writes {n
 CASES = [(form, way, level) for form in FORMS for way in WAYS for level in ("O0", "O1", "O2")]
 
 
-@table(10, "form, way, level", CASES)
+@table(5, "form, way, level", CASES)
 def test_an_index_that_is_a_number_of_the_batch(form, way, level):
     check(way, lambda: Bank(FORMS[form]), squares, batches(), level)
 

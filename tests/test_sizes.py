@@ -29,7 +29,7 @@ def forward(condition):
     return lambda model, x: model.layer(x) * (2 if condition(x.shape[0]) else 1)
 
 
-@table(4, "condition, way", [(condition, way) for condition in CONDITIONS for way in WAYS])
+@table(2, "condition, way", [(condition, way) for condition in CONDITIONS for way in WAYS])
 def test_a_branch_on_a_size(condition, way):
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(size, 4, generator=generator) for size in SIZES]

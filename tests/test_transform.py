@@ -270,7 +270,7 @@ def test_o3_halves_the_parameters_in_place():
 
 
 @table(1, "given", [torch.float16, torch.bfloat16], ids=str)
-@table(2, "opt_level", ["O0", "O1", "O2", "O3"])
+@table(1, "opt_level", ["O0", "O1", "O2", "O3"])
 def test_half_inputs(opt_level, given):
     model, x = transformed(Net(), opt_level=opt_level), images().to(given)
     out = model(x)

@@ -47,7 +47,7 @@ def trained(model):
     return [p.grad for p in model.parameters()] + list(model.buffers())
 
 
-@table(2, "again", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+@table(1, "again", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
           ids=["made", "copied", "pickled"])
 def test_named_methods_run_as_graphs(again):
     model = again(made())
@@ -84,7 +84,7 @@ class Policy(Agent):
         return self.act(x)[0] + Agent.__call__(self, x) + self.forward(x)
 
 
-@table(2, "level", ["O0", "O1", "O2", "O3"])
+@table(1, "level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("name", ["act", "again"])
 def test_a_method_that_calls_the_model_is_one_graph(name, level):
     model, x = made(Policy(), methods=("act", "again"), opt_level=level, fullgraph=True), torch.randn(5, 4)

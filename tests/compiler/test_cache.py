@@ -72,7 +72,7 @@ class Forgetful(apexfx.Pass):
         self.factor = factor
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_the_passes_of_a_step_bypass_no_cache(inner, monkeypatch):
     keys, uuid = [], cache.uuid
     monkeypatch.setattr(cache, "uuid", lambda *args: keys.append(uuid(*args)) or keys[-1])  # None: nothing of this is cached

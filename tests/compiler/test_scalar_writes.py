@@ -36,7 +36,7 @@ def model():
     return Model(forward, layer=nn.Linear(4, 4), scale=scale, **buffers)
 
 
-@table(2, "entry, level", [(entry, level) for level in ("O1", "O0", "O2") for entry in ("transform", "backend", "train_step")])
+@table(1, "entry, level", [(entry, level) for level in ("O1", "O0", "O2") for entry in ("transform", "backend", "train_step")])
 def test_every_form_of_a_write_stays(entry, level):
     expected, x = model(), torch.randn(6, 4)
     for _ in range(3):

@@ -9,6 +9,7 @@ import pytest
 
 import apexfx
 from docs import pages
+from tests.tables import table
 
 
 def normalised(text):
@@ -18,11 +19,20 @@ def normalised(text):
 
 SLOW = [f"docs/{name}.md" for name in (
     "profile", "recompiles", "inspect", "recipes", "train_step", "guard", "float16", "compare", "large_models", "sharded")]
+DEAR = ["README.md", *(f"docs/{name}.md" for name in ("derivatives", "checkpoints", "varying_sizes", "check_loop", "simulate"))]
 
 
-@pytest.mark.parametrize("page", [
-    pytest.param(page, marks=pytest.mark.long) if page in SLOW else page for page in pages.PAGES])
+@table(1, "page", [*DEAR, *(pytest.param(page, marks=pytest.mark.long) for page in SLOW)], by_turns=True)
+def test_the_page_of_today_shows_what_its_programs_print(page):
+    check(page)
+
+
+@pytest.mark.parametrize("page", [page for page in pages.PAGES if page not in (*SLOW, *DEAR)])
 def test_the_page_shows_what_its_programs_print(page):
+    check(page)
+
+
+def check(page):
     text = (pages.ROOT / page).read_text()
     assert normalised(pages.made(page)) == normalised(text), f"run: python docs/pages.py {page}"
 

@@ -67,7 +67,7 @@ def line_of(comment):
     return f"test_compare.py:{next(i for i, line in enumerate(lines, 1) if line.endswith(f'# {comment}'))}"
 
 
-@table(2, "what, line, text", [("difference", "magnified", "times as much"),
+@table(1, "what, line, text", [("difference", "magnified", "times as much"),
                                *((what, f"lost by {what}", "nan or an infinity")
                                  for what in ("sigmoid", "eps", "squares"))])  # fmt: skip
 def test_what_a_later_op_makes_of_an_error_is_said(what, line, text):
@@ -76,7 +76,7 @@ def test_what_a_later_op_makes_of_an_error_is_said(what, line, text):
     assert comparison.verdict.count("nan or an infinity") <= 1 and comparison[0].stands_out
 
 
-@table(2, "options", [None, {}, {"opt_level": "O2"}, {"dtype": torch.float16}], ids=str)
+@table(1, "options", [None, {}, {"opt_level": "O2"}, {"dtype": torch.float16}], ids=str)
 def test_nothing_stands_out_in_a_clean_model(options):
     model = Net()
     if options is not None:

@@ -109,7 +109,7 @@ def make(**options):
                              **{"inner": "eager", "opt_level": "O0", "safeguard": True, **options})
 
 
-@table(2, "what, op, phase, comment", [
+@table(1, "what, op, phase, comment", [
     ("root of zero", "aten.div.Tensor", "backward", "root of zero"), ("overflow", "aten.mul.Tensor", "forward", "overflow"),
     ("function", "aten.mul.Tensor", "backward", "the backward of a function"),
     ("masked", "aten.mul.Tensor", "forward", "behind what is masked"),

@@ -7,7 +7,7 @@ from tests.observe.planted_numerics import CASES
 from tests.tables import table
 
 
-@table(6, "case", CASES, ids=lambda case: case.name)
+@table(3, "case", CASES, ids=lambda case: case.name)
 def test_a_planted_fault_is_named(case):
     comparison = apexfx.compare(apexfx.transform(case.build(), inner="eager", **case.options), case.batch, loss_fn=case.loss)
     if not case.ops:

@@ -15,7 +15,7 @@ from tests.tables import table
 SMALL = [(), (3,), (2, 3)]
 
 
-@table(2, "dtypes", DTYPES, ids=str)
+@table(1, "dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_values_match_float64_reference(op, dtypes):
     for layout in LAYOUTS:

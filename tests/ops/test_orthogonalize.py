@@ -26,7 +26,7 @@ def test_the_bits_of_torchs(transposed):
         assert torch.equal(found, _muon._zeropower_via_newtonschulz(m, COEFFICIENTS, 5, 1e-7)) and found.dtype == torch.bfloat16
 
 
-@table(2, "transposed, num_iterations", [(False, 0), (False, 1), (False, 5), (True, 1), (True, 0), (True, 5)])
+@table(1, "transposed, num_iterations", [(False, 0), (False, 1), (False, 5), (True, 1), (True, 0), (True, 5)])
 def test_opcheck(transposed, num_iterations):
     torch.library.opcheck(torch.ops.apexfx.orthogonalize.default, (matrices(transposed), *COEFFICIENTS, 1e-7, num_iterations))
 

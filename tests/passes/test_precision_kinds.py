@@ -152,7 +152,7 @@ def outcome(entry, level, model, x):
 
 
 # A step has the whole of a program in its graph, transform() and the backend its forward alone; O1 casts what the others do.
-@table(5, ("forward", "entry", "level"), [
+@table(3, ("forward", "entry", "level"), [
     pytest.param(forward, entry, level, marks=() if (entry, level) in (("train_step", "O1"), ("amp", "O1")) else pytest.mark.long,
                  id=f"{forward.__name__}-{entry}-{level}")
     for forward in FORWARDS for entry in ENTRIES for level in LEVELS

@@ -70,7 +70,7 @@ def test_each_part_is_updated_behind_the_last_node_that_reads_its_parameters():
 
 
 @table(1, "make", [mlp, Tied])
-@table(2, "optimizer", [torch.optim.AdamW, torch.optim.SGD, FusedAdam, FusedSGD])
+@table(1, "optimizer", [torch.optim.AdamW, torch.optim.SGD, FusedAdam, FusedSGD])
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_the_bits_are_the_same(make, optimizer, inner):
     early, late = trained(make, optimizer, inner=inner), trained(make, optimizer, inner=inner, skip=["update_early"])

@@ -45,7 +45,7 @@ def graphs(monkeypatch):
     return found
 
 
-@table(3, "name, optimizer", [(name, optimizer) for name in OPTIONS for optimizer in OPTIMIZERS])
+@table(2, "name, optimizer", [(name, optimizer) for name in OPTIONS for optimizer in OPTIMIZERS])
 def test_all_inputs_but_the_batch_have_fixed_addresses(name, optimizer, graphs):
     torch.manual_seed(0)
     model, head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 4)

@@ -61,7 +61,7 @@ def eager(data, optimizer=SGD, *, accumulate=1, scale=1.0, max_grad_norm=None, d
 # ---- accumulation ----------------------------------------------------------------------------------------------------------
 
 
-@table(2, "options", [{}, PIECES, {"loss_scale": 1024.0}], ids=["graph", "pieces", "scale"])
+@table(1, "options", [{}, PIECES, {"loss_scale": 1024.0}], ids=["graph", "pieces", "scale"])
 def test_accumulation_gives_the_bits_of_eager(options):
     step, data = make(accumulate=3, **options), batches(6)
     for batch in data:
@@ -69,7 +69,7 @@ def test_accumulation_gives_the_bits_of_eager(options):
     assert_same(step.model.state_dict(), eager(data, accumulate=3, scale=options.get("loss_scale", 1.0))[0].state_dict())
 
 
-@table(2, "options", [
+@table(1, "options", [
     {}, PIECES, {"loss_scale": "dynamic", "max_grad_norm": 0.1}, {"optimizer": RMSprop, "max_grad_norm": 0.1, "keep_grads": True},
 ], ids=["graph", "pieces", "scale", "outside"])  # fmt: skip
 def test_flush_applies_the_average_of_what_is_there(options):
@@ -196,7 +196,7 @@ def test_the_report_of_an_accumulating_step_says_what_its_graphs_are_for():
 # ---- what a step tells -----------------------------------------------------------------------------------------------------
 
 
-@table(2, "options", [
+@table(1, "options", [
     {"max_grad_norm": 0.1}, {"max_grad_norm": math.inf, "optimizer": RMSprop}, {"loss_scale": 64.0},
     {"max_grad_norm": 0.1, "loss_scale": "dynamic", **PIECES},
     pytest.param({"max_grad_norm": 0.1, "inner": "inductor"}, marks=pytest.mark.long),
@@ -215,10 +215,10 @@ def test_grad_norm_is_that_of_the_unscaled_gradients_before_clipping(options):
 
 
 def test_an_infinite_limit_changes_no_bit_and_adds_no_factor():
-    step, data = make(max_grad_norm=math.inf), batches(3)
+    step, data = make(max_grad_norm=math.inf, lr=0.125), batches(3)
     for batch in data:
         step(*batch)
-    assert_same(step.model.state_dict(), eager(data)[0].state_dict())
+    assert_same(step.model.state_dict(), eager(data, lr=0.125)[0].state_dict())
     assert "clip_coefficient" not in step.print_readable(print_output=False)
 
 
@@ -276,7 +276,7 @@ def test_a_model_of_the_default_dtype_trains(default_dtype):
     assert_same(model.state_dict(), expected, **tolerance)
 
 
-@table(2, "options", [
+@table(1, "options", [
     {"max_grad_norm": 0.1}, {"loss_scale": 3.0}, {"max_grad_norm": 0.1, "loss_scale": 3.0, **PIECES},
     {"max_grad_norm": 0.1, "inner": "inductor"},
 ], ids=["clip", "scale", "pieces", "inductor"])  # fmt: skip

@@ -89,7 +89,7 @@ OBSTACLES = {
 }
 
 
-@table(2, "obstacle", OBSTACLES)
+@table(1, "obstacle", OBSTACLES)
 def test_a_step_in_pieces_is_that_of_eager_torch(obstacle, capsys):
     data = batches(6)
     step = make(SGD, {"lr": 0.1, "momentum": 0.9}, model=Broken(OBSTACLES[obstacle]))
@@ -104,7 +104,7 @@ def test_a_step_in_pieces_is_that_of_eager_torch(obstacle, capsys):
     assert len(step.report.graphs) > 1 and "runs in pieces" in str(step.report)
 
 
-@table(2, "optimizer, options", [
+@table(1, "optimizer, options", [
     (AdamW, {"max_grad_norm": 0.05}), (AdamW, {"accumulate": 3}), (Adagrad, {}), (Adagrad, {"max_grad_norm": 0.05}),
     (Adagrad, {"max_grad_norm": 0.05, "accumulate": 2}), (FusedAdam, {"max_grad_norm": 0.05, "accumulate": 2}),
 ], ids=str)  # fmt: skip

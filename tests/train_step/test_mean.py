@@ -66,7 +66,7 @@ OPTIONS = {"alone": {}, "clipped": {"max_grad_norm": 0.05}, "safe": {"safeguard"
            "outside": {"optimizer": RMSprop}, "in pieces": {"fallback": "transform"}}
 
 
-@table(5, "accumulate, options", itertools.product(UPDATES, OPTIONS))
+@table(3, "accumulate, options", itertools.product(UPDATES, OPTIONS))
 def test_calls_with_other_counts_are_one_batch(accumulate, options):
     options = dict(OPTIONS[options])
     kind = options.pop("optimizer", lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
@@ -216,7 +216,7 @@ def test_what_is_refused(name):
         make(net(), function, accumulate=2)(*batch(1, 4))
 
 
-@table(2, "first, accumulate, fallback", [(first, *options) for first in ("mean", "scalar")
+@table(1, "first, accumulate, fallback", [(first, *options) for first in ("mean", "scalar")
                                           for options in ((2, None), (3, None), (2, "transform"))])
 def test_a_mean_and_a_scalar_are_not_accumulated_together(first, accumulate, fallback):
     """And what is refused has changed nothing: the calls that accumulate go on, graphs that have run before included."""

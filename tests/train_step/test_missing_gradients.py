@@ -46,7 +46,7 @@ def breaking(model, inputs, targets):
     return loss * 2 if loss.item() > 1000 else loss
 
 
-@table(2, "options", [{"max_grad_norm": 1e9}, {"objective": breaking, "fallback": "transform"}, {"loss_scale": "dynamic"},
+@table(1, "options", [{"max_grad_norm": 1e9}, {"objective": breaking, "fallback": "transform"}, {"loss_scale": "dynamic"},
                       {"skip": ["update_early"]}], ids=str)
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_what_one_call_has_gathered_alone_is_applied_whatever_comes_first(options, inner):
@@ -139,7 +139,7 @@ def test_heads_that_take_turns_are_corrected_by_their_own_counts(num_heads, scal
     assert len(step.report.graphs) == graphs
 
 
-@table(3, "optimizer, frozen", [(optimizer, frozen) for frozen in (False, True) for optimizer in
+@table(2, "optimizer, frozen", [(optimizer, frozen) for frozen in (False, True) for optimizer in
                                 (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)])
 def test_what_no_loss_depends_on_is_named_with_what_it_costs(optimizer, frozen, caplog):
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "spare": nn.Linear(4, 4)})

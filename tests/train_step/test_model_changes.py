@@ -90,7 +90,7 @@ def own_forward(model):
     model[2].forward = lambda x: -x @ model[2].weight
 
 
-@table(4, "change, momentum", [
+@table(2, "change, momentum", [
     *((change, None) for change in (set_momentum, append, replace, evaluate, scale_inputs, tie)),
     *((change, 0.1) for change in (set_momentum, set_cumulative, evaluate, scale_outputs, freeze, move, set_memory,
                     new_statistics, new_layer, no_layer, no_bias, own_forward)),
@@ -167,7 +167,7 @@ def test_the_model_holds_its_own_modules_after_a_step():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@table(2, "register, what", [
+@table(1, "register, what", [
     (lambda m: m[0].weight.register_hook(lambda g: g * 0), "a hook is registered on parameter '0.weight'"),
     (lambda m: m[2].bias.register_post_accumulate_grad_hook(lambda p: None), "a hook is registered on parameter '2.bias'"),
     (lambda m: m[0].register_full_backward_hook(lambda *_: None), "0 has a backward hook"),

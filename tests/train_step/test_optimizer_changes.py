@@ -106,7 +106,7 @@ def loaded_twice(optimizer):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-@table(4, "change", [clear, clear_one, new_moments, new_groups, new_dictionary, moved_moments, swapped_moments,
+@table(2, "change", [clear, clear_one, new_moments, new_groups, new_dictionary, moved_moments, swapped_moments,
                      fewer_parameters, reordered_state, loaded_twice])
 def test_a_change_of_the_optimizer_is_seen(change):
     step, reference = heads(), Eager(Heads())

@@ -99,7 +99,7 @@ def assert_same_training(model, optimizer, reference, theirs):
     assert_same(*states)
 
 
-@table(3, "case", CASES, ids=name_of)
+@table(2, "case", CASES, ids=name_of)
 def test_twenty_steps_are_torchs_own_and_a_checkpoint_of_either_resumes_in_the_other(case):
     dtype, options = (torch.float64, {}) if case[0] in FLOAT64 else (torch.float32, {"loss_scale": 1024.0})
     model, reference = Net().to(dtype), Net().to(dtype)
@@ -118,7 +118,7 @@ def test_twenty_steps_are_torchs_own_and_a_checkpoint_of_either_resumes_in_the_o
     assert len(step.report.graphs) == 1 + dampens(optimizer)
 
 
-@table(2, "case", HARDEST, ids=name_of)
+@table(1, "case", HARDEST, ids=name_of)
 def test_a_skipped_step_changes_no_bit(case):
     model = Net()
     optimizer = made(case, model)
@@ -258,7 +258,7 @@ MOMENTA = [
 ]
 
 
-@table(2, "case, schedule", [
+@table(1, "case, schedule", [
     *((case, schedule) for case in MOMENTA for schedule in ("by hand", "OneCycleLR")),
     *((MOMENTA[2], schedule) for schedule in ("CosineAnnealingLR", "ReduceLROnPlateau", "SequentialLR")),
 ], ids=lambda value: value if isinstance(value, str) else name_of(value))  # fmt: skip
@@ -286,7 +286,7 @@ def change_all_numbers(optimizer, place):
                 each[name] = number if name == "t0" else {"weight_decay": 0.01}.get(name, number) * (0.9 + place / 100)
 
 
-@table(2, "case", CASES, ids=name_of)
+@table(1, "case", CASES, ids=name_of)
 def test_a_schedule_of_every_number_of_a_group_compiles_twice(case):
     model, reference = Net(), Net()
     optimizer, theirs = made(case, model), made(case, reference)

@@ -62,7 +62,7 @@ def of_a_parameter_in_the_batch(model, x, t, code):
     return F.mse_loss(model[0](x) + code, t)
 
 
-@table(3, "objective, name, breaks, accumulate", [
+@table(2, "objective, name, breaks, accumulate", [
     (of_the_model, "1.weight", False, 1), (of_a_global, "FREE", False, 2), (of_another_module, "log", False, 1),
     (of_a_parameter_in_the_batch, "batch[2]", False, 1), (of_the_model, "1.weight", True, 1),
     (of_a_parameter_in_the_batch, "batch[2]", True, 2)])

@@ -161,7 +161,7 @@ def train(between, place, way, level, **options):
     return found, model
 
 
-@table(5, "form, place, way, level", [(form, place, way, level) for form in FORMS for place in ("forward", "objective")
+@table(3, "form, place, way, level", [(form, place, way, level) for form in FORMS for place in ("forward", "objective")
                                       for way in ("step", "pieces") for level in ("O0", "O2", "O3")])
 def test_it_is_what_eager_raises_and_the_next_batch_trains(form, place, way, level):
     options = {"fallback": "transform"} if way == "pieces" else {}
@@ -227,7 +227,7 @@ def warns_in_between(h, bad):
 
 
 @pytest.mark.filterwarnings("ignore:of this test")
-@table(4, "form, way, level", [(form, way, level) for form in (filters, an_action, filters_alone, warns, warns_in_between)
+@table(2, "form, way, level", [(form, way, level) for form in (filters, an_action, filters_alone, warns, warns_in_between)
                                for way in ("transform", "step") for level in ("O0", "O1", "O2")],
        ids=lambda value: getattr(value, "__name__", value))
 def test_a_forward_that_handles_warnings_is_one_graph(form, way, level):

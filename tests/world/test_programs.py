@@ -17,13 +17,11 @@ from tests.world.script import ENTRIES, PROGRAMS, distance, train
 NO_HALF_IN_EAGER = ("word_lstm", "a_complex_layer", "tags_of_a_sentence")
 SLOW = ("curriculum", "adversarial_networks_with_spectral_norm", "adversarial_networks_with_gradient_penalty", "whisper",
         "vision_transformer", "truncated_backpropagation")
-# What `make test` runs: each program through one entry at one level, in turns; of small and of dear ones a third each day.
+# What `make test` runs: each program through one entry at one level, a third of them each day.
 QUICK = [(name, ENTRIES[i % len(ENTRIES)]) for i, name in enumerate(PROGRAMS) if name not in SLOW]
 DEAR = ("rope_in_place", "rope_by_halves", "rope_by_complex_numbers", "checkpointed_decoder", "attention_with_masks",
         "adversarial_networks", "flow_of_couplings", "variational_autoencoder", "detection", "selective_state_space",
         "forecasts_by_quantiles", "tags_of_a_sentence")
-BY_TURNS = [row for row in QUICK if row[0] in DEAR or PROGRAMS[row[0]].build.__module__ in
-            (kinds.__name__, reports.__name__, public.__name__)]
 eager = functools.cache(lambda name, level: train(name, "eager", level))
 
 
@@ -46,14 +44,8 @@ def check(name, entry, level, inner="eager", **options):
     assert all(error <= bound for error, bound in zip(found, bounds(name, level))), (found, bounds(name, level))
 
 
-@pytest.mark.parametrize("name, entry", [row for row in QUICK if row not in BY_TURNS],
-                         ids=lambda x: x if isinstance(x, str) else " ".join(x))
+@table(len(QUICK) // 3, "name, entry", QUICK, by_turns=True, ids=lambda x: x if isinstance(x, str) else " ".join(x))
 def test_a_program_trains_as_in_eager(name, entry):
-    check(name, *entry)
-
-
-@table(len(BY_TURNS) // 3, "name, entry", BY_TURNS, by_turns=True, ids=lambda x: x if isinstance(x, str) else " ".join(x))
-def test_a_program_of_today_trains_as_in_eager(name, entry):
     check(name, *entry)
 
 

@@ -251,6 +251,7 @@ def test_a_penalty_on_gradients_through_synchronized_statistics(rank, world_size
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_tied_weights_over_ranks_and_calls(rank, world_size):  # NVIDIA/Megatron-LM#844, deepspeedai/DeepSpeed#7985
     def tied():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from apexfx.tools.demo import launch
 from apexfx.tools.demo.data import batches, load_digits
 from apexfx.tools.demo.train import Options, Result
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("sklearn"), reason="needs scikit-learn")
 
 
 def test_digits_are_split_once_and_for_all():
