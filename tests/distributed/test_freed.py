@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 
 import apexfx
-from tests.distributed.launch import on_ranks
+from tests.distributed.launch import run_ranks
+from tests.tables import table
 from tests.test_freed import assert_freed, batch, net, step_of
 
 
@@ -16,8 +17,14 @@ def parallel_of(model, **options):
     return [model, wrapped]
 
 
-@on_ranks(2)
-def test_what_is_dropped_is_freed(rank, world_size):
-    for make in (lambda: step_of(net(), ddp=True, sync_bn=True, accumulate=2, calls=2),
-                 lambda: parallel_of(apexfx.transform(net(), inner="eager"))):
-        assert_freed(make)
+MAKE = {"step": lambda: step_of(net(), ddp=True, sync_bn=True, accumulate=2, calls=2),
+        "parallel": lambda: parallel_of(apexfx.transform(net(), inner="eager"))}
+
+
+def freed(rank, world_size, what):
+    assert_freed(MAKE[what])
+
+
+@table(1, "what", MAKE, by_turns=True)
+def test_what_is_dropped_is_freed(what):
+    run_ranks(freed, 2, what)

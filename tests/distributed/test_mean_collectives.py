@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import apexfx
 from tests.distributed.launch import on_ranks, run_ranks
 from tests.distributed.test_gathered_losses import Gathered
+from tests.tables import table
 
 ROWS = 4  # of a call on each rank
 
@@ -117,7 +118,6 @@ STYLES = {
     "sums": {"ddp": apexfx.BucketConfig(gradient_average=False)},
     "predivided": {"ddp": apexfx.BucketConfig(allreduce_always_fp32=True, gradient_predivide_factor=2.0)},
     "averaged": {"ema": apexfx.EMA(0.9)}, "two optimizers": {}, "float16": {"opt_level": "O2", "dtype": torch.float16}}
-EVERY_DAY = [("batch norm", "alone", 3), ("own sum", "pieces", 2), ("gather", "safe", 2)]
 
 
 def optimizers(model, style):
@@ -188,10 +188,9 @@ def communicates(step):
     return "all_reduce" in step.report.code(stage="step", graph=0)
 
 
-@on_ranks(2)
-def test_ranks_and_calls_of_other_counts_are_one_batch(rank, world_size):
-    for row in EVERY_DAY:
-        train(rank, world_size, *row)
+@table(1, "row", [("batch norm", "alone", 3), ("own sum", "pieces", 2), ("gather", "safe", 2)], by_turns=True)
+def test_ranks_and_calls_of_other_counts_are_one_batch(row):
+    run_ranks(train, 2, *row)
 
 
 def train_each(rank, world_size, mix):
