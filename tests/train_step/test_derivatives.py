@@ -68,6 +68,7 @@ def test_tangents_that_are_zero_have_memory():
     assert "efficientzerotensor" in code and "aten._efficientzerotensor.default(" not in code
 
 
+@pytest.mark.long
 def test_sizes_that_vary_take_one_graph():
     torch.manual_seed(0)
     model, objective, _ = LOSSES["forces_on_a_graph"]()

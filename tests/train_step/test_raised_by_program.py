@@ -180,18 +180,18 @@ def test_it_is_what_eager_raises_and_the_next_batch_trains(form, place, way, lev
         torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-5 if level == "O0" else 0.1, atol=1e-6 if level == "O0" else 0.02)
 
 
-def test_a_loop_skips_hundreds_of_such_batches():
+def test_a_loop_skips_more_such_batches_than_dynamo_recompiles_for():
     model = Net(FORMS["a subclass of RuntimeError"])
     step = apexfx.train_step(model, objective=lambda model, x, bad: model(x, bad).square().mean(), opt_level="O0", inner="eager",
                              optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     skipped = 0
-    for number in range(40):
+    for number in range(20):
         try:
             step(torch.randn(6, 4), number % 2)
         except NoValid as error:
             assert not str(error.__context__ or "")
             skipped += 1
-    assert skipped == 20 and len(step.report.graphs) == 2  # the second has the count of calls as an input
+    assert skipped == 10 and len(step.report.graphs) == 2  # the second has the count of calls as an input
 
 
 # ---- warnings ----------------------------------------------------------------------------------------------------------------
