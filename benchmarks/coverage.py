@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import apexfx  # noqa: E402
-from tests.train_step.test_zoo import train_by_step  # noqa: E402
 from tests.world.script import ENTRIES, PROGRAMS, Script, distance  # noqa: E402
 from tests.world.script import train as train_program  # noqa: E402
 from tests.world.test_programs import bounds  # noqa: E402
@@ -71,13 +70,13 @@ def measure_step(name: str, level: str, dtype: str) -> dict[str, Any]:
     torch.manual_seed(0)
     source = entry.build()
     expected = train(entry, copy.deepcopy(source))
-    start = time.perf_counter()
+    start, half = time.perf_counter(), getattr(torch, dtype) if level != "O0" else None
     try:
-        found, step = train_by_step(entry, source, opt_level=level, inner="eager",
-                                    dtype=getattr(torch, dtype) if level != "O0" else None)
+        found = train(entry, source, loss_scale=256.0 if half == torch.float16 else None, opt_level=level, dtype=half,
+                      inner="eager")
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    return {"graphs": len(step.report.graphs), "seconds": time.perf_counter() - start, **errors(found, expected)}
+    return {"graphs": found.num_graphs, "seconds": time.perf_counter() - start, **errors(found, expected)}
 
 
 def measure_program(name: str, entry: str, level: str) -> dict[str, Any]:

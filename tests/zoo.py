@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import apexfx
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -238,33 +240,43 @@ class Run:
         losses: one a step.
         logits: in eval mode after the steps, float64.
         grad_dtypes: those of the parameters that differ from their parameter's: none, where all is well.
+        num_graphs: of `train_step()`, if that has trained it.
     """
 
     losses: list[float]
     logits: Tensor
     grad_dtypes: list[str]
+    num_graphs: int
 
 
-def train(entry: Entry, model: nn.Module, *, steps: int = 3, batch_size: int = 4, loss_scale: float = 1.0) -> Run:
-    """Train `model` by SGD on data that depends only on the step, then evaluate it on other data."""
+def train(entry: Entry, model: nn.Module, *, loss_scale: float | None = None, **options: Any) -> Run:
+    """Train `model` by three steps of SGD on data that depends only on the step, then evaluate it on other data.
+
+    Args:
+        options: of `train_step()`, which trains it where there are any.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    update = options and apexfx.train_step(model, optimizer=optimizer, objective=entry.loss, loss_scale=loss_scale, **options)
     losses, odd = [], []
     model.train()
-    for step in range(steps):
+    for place in range(3):
         with torch.random.fork_rng():
-            torch.manual_seed(step)
-            batch, labels = entry.batch(batch_size), entry.labels(batch_size) if entry.labels else None
+            torch.manual_seed(place)
+            batch, labels = entry.batch(4), entry.labels(4) if entry.labels else None
+        if update:
+            losses.append(update(batch, labels).item())
+            continue
         loss = entry.loss(model, batch, labels)
         optimizer.zero_grad()
-        (loss * loss_scale).backward()
+        (loss * (loss_scale or 1.0)).backward()
         for name, p in model.named_parameters():
             if p.grad is not None:
                 odd += [name] if p.grad.dtype != p.dtype else []
-                p.grad.div_(loss_scale)
+                p.grad.div_(loss_scale or 1.0)
         optimizer.step()
         losses.append(loss.item())
     model.eval()
     with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(steps)
-        logits = entry.outputs(model, entry.batch(batch_size)).double()
-    return Run(losses, logits, odd)
+        torch.manual_seed(3)
+        logits = entry.outputs(model, entry.batch(4)).double()
+    return Run(losses, logits, odd, len(update.report.graphs) if update else 0)
