@@ -14,7 +14,7 @@ import traceback
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -302,6 +302,11 @@ class _FirstValues(dict):
             self[name] = value
 
 
+_Make = Callable[[Tensor], dict[str, Any]]  # the state of a parameter
+# Of an optimizer: what makes the state of a kind of parameters.
+_MAKERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, _Make]] = weakref.WeakKeyDictionary()
+
+
 def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
                   half: torch.dtype | None = None, *, anew: bool = False) -> list[dict[str, Any]]:
     """Return the state of each parameter, of one that has none as the first step makes it: the step does one on a copy.
@@ -317,52 +322,92 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
     if own := [name for name, value in attributes.items() if not _is_plain(value)]:
         raise NotTraceable(f"may use what it keeps beside its state: self.{own[0]}")
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    states: list[dict[str, Any]] = []
-    found: dict[Any, bool] = {}  # kind of parameter -> whether the state begins as it is first set, and not as zeros
-
-    def step(p: Tensor, grad: Tensor, held: dict[str, Any]) -> None:
-        group = {**{k: _copied(v) for k, v in group_of[id(source)].items()}, "params": [p]}
-        shadow = shadow_of(type(optimizer), attributes, [group], defaultdict(dict, {p: held}))
-        p.grad = grad
-        torch.manual_seed(0)
-        plain_step(type(optimizer))(shadow)
-
+    makers, states = _MAKERS.setdefault(optimizer, {}), []
     for source in params:
         if (held := optimizer.state.get(source)) and not anew:
             states.append(dict(held))
             continue
         dtype = half if half is not None and source.dtype == torch.float32 else source.dtype
+        group = {k: v for k, v in group_of[id(source)].items() if k != "params"}
         with torch.no_grad(), torch.random.fork_rng(), not_compiling():
+            p = local_rows(source).detach().to(dtype)
+            step = functools.partial(_first_step, type(optimizer), attributes, group)
             try:
-                p, held = local_rows(source).detach().to(dtype, copy=True).requires_grad_(), _FirstValues()
-                step(p, torch.zeros_like(p), held)
-                first, zeros = held.first, tree_map(_zeros, held.first)
-                if (kind := (id(group_of[id(source)]), _kind(p))) not in found:
-                    grad = torch.linspace(-1, 1, p.numel(), dtype=torch.float32, device=p.device).reshape(p.shape).to(dtype)
-                    runs = []
-                    for held in ({}, tree_map(_cloned, first), tree_map(_cloned, zeros)):
-                        p = local_rows(source).detach().to(dtype, copy=True).requires_grad_()
-                        step(p, grad.clone(), held)
-                        runs.append([p, *tree_leaves(held)])
-                    alike = [len(run) == len(runs[0]) and all(map(_equal, run, runs[0])) for run in runs[1:]]
-                    if not any(alike):
-                        raise NotTraceable("has a first step of its own, which makes its state")
-                    found[kind] = alike[0]
+                kind = dtype, p.shape, p.stride(), p.device, _frozen(group), _frozen(attributes)
+                if kind not in makers:
+                    makers[kind] = _maker_of(step, p)
+                made = makers[kind](p)
             except NotTraceable:
                 raise
             except Exception as error:
                 raise NotTraceable(_reason(error)) from error
-        made = first if found[kind] else zeros
         states.append({name: tree_map(lambda leaf, p=source: sharded_like(leaf, p), held) for name, held in made.items()})
     return states
 
 
+def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, Any], p: Tensor, grad: Tensor,
+                held: dict[str, Any]) -> list[Any]:
+    """Do a step on a copy of `p`, whose state is `held`; return what it is then, and its state."""
+    p = p.clone().requires_grad_()
+    p.grad = grad.clone()
+    groups = [{**{k: _copied(v) for k, v in group.items()}, "params": [p]}]
+    torch.manual_seed(0)
+    with patch.object(muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient):  # which its state does not follow from
+        plain_step(cls)(shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))
+    return [p, *tree_leaves(held)]
+
+
+def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like: Tensor) -> _Make:
+    """Return what makes the state of parameters like one, by what a first step does to two of other values.
+
+    Raises:
+        NotTraceable: a first step does not what a step on that state would do.
+    """
+    def first_of(p: Tensor) -> dict[str, Any]:
+        held = _FirstValues()
+        step(p, torch.zeros_like(p), held)
+        return held.first
+
+    ramp = torch.linspace(-1, 1, like.numel(), device=like.device).reshape(like.shape)
+    one, other, grad = (torch.empty_like(like).copy_(each) for each in (
+        ramp.where(ramp > 0.5, 0.25), ramp.where(ramp < 0.5, 0.0), ramp))
+    (of_one, tree), (of_other, tree_of_other) = tree_flatten(first_of(one)), tree_flatten(first_of(other))
+    leaves = [_leaf_maker(*pair, one, other) for pair in zip(of_one, of_other)] if tree == tree_of_other else [None]
+    make = first_of if None in leaves else lambda p: tree_unflatten([leaf(p) for leaf in leaves], tree)
+    expected = step(other, grad, {})
+    for makes in (make, lambda p: tree_map(_zeros, make(p))):
+        found = step(other, grad, makes(other))
+        if len(found) == len(expected) and all(map(_equal, found, expected)):
+            return makes
+    raise NotTraceable("has a first step of its own, which makes its state")
+
+
+def _leaf_maker(a: Any, b: Any, one: Tensor, other: Tensor) -> Callable[[Tensor], Any] | None:
+    """Return what makes of a parameter what `a` is for `one`, and `b` for `other`: that, or a copy; None for something else."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return (lambda _: a) if _same(a, b) else None
+    shape, stride = a.shape, a.stride()
+    if _kind(a) != _kind(b) or stride != b.stride():
+        return None
+    if torch.equal(a, b):
+        kept = a.flatten()[:1].clone().reshape([1] * a.dim()) if a.numel() and bool((a == a.flatten()[0]).all()) else a
+        return lambda _: kept.new_empty_strided(shape, stride).copy_(kept)
+    if shape == one.shape and torch.equal(a, one.to(a.dtype)) and torch.equal(b, other.to(a.dtype)):
+        return lambda p: p.new_empty_strided(shape, stride, dtype=b.dtype).copy_(p)
+    return None
+
+
+def _frozen(value: Any) -> Any:
+    """Return what is equal for equal values, to be a key; for what may hide something, what is equal to nothing."""
+    if isinstance(value, Tensor) and value.numel() < 9:
+        return value.dtype, value.device, repr(value.tolist())
+    if isinstance(value, (dict, list, tuple)):
+        return type(value), *map(_frozen, value.items() if isinstance(value, dict) else value)
+    return (type(value), value) if _is_plain(value) and not isinstance(value, set) else object()
+
+
 def _zeros(leaf: Any) -> Any:
     return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
-
-
-def _cloned(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _equal(a: Any, b: Any) -> bool:

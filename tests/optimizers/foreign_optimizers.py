@@ -95,6 +95,17 @@ class Clipped(Foreign):
         p.sub_(g * min(group["lr"], 1.0 / (1e-3 + norm)))
 
 
+class OfParameter(Foreign):
+    """Keeps what it makes of the first values of a parameter: copies, as schedule-free and Prodigy do, and others."""
+
+    def init(self, p, state):
+        state.update(first=p.clone(), double=p.detach().double(), mask=p > -0.1, norm=p.norm(), zeros=torch.zeros_like(p))
+
+    def update(self, p, g, state, group):
+        state["double"].sub_(g * state["mask"], alpha=group["lr"])
+        p.copy_(state["double"].to(p.dtype).lerp(state["first"], 0.1) * (1 - group["lr"] * state["norm"]) + state["zeros"])
+
+
 # ---- what no graph holds ----------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from tests.train_step.test_optimizers import Net, assert_same, batches, eager_st
 from tests.train_step.test_step import ROUNDING
 
 import apexfx  # isort: skip
+from apexfx.optimizers import traced_step  # isort: skip
 
 CASES = [
     *((kind, {"foreach": foreach}, {"maximize": True})
@@ -23,7 +24,7 @@ CASES = [
     (optim.RAdam, {"foreach": True}, {"weight_decay": 0.1}),
     (optim.RMSprop, {"foreach": True, "centered": True}, {"momentum": 0.9}),
     *((kind, {}, {"weight_decay": 0.0}) for kind in (
-        foreign.Lion, foreign.Signum, foreign.LARS, foreign.KellersMuon, foreign.Shampoo, foreign.Clipped)),
+        foreign.Lion, foreign.Signum, foreign.LARS, foreign.KellersMuon, foreign.Shampoo, foreign.Clipped, foreign.OfParameter)),
 ]
 
 
@@ -78,3 +79,14 @@ def test_what_no_graph_holds_runs_outside_of_it_and_the_report_has_the_line(kind
         torch.manual_seed(0)
         eager_step(reference, [theirs], *batch)
     assert_same(model.state_dict(), reference.state_dict())
+
+
+def test_a_first_step_is_done_for_one_parameter_of_a_kind_and_once(monkeypatch):
+    steps = []
+    monkeypatch.setattr(traced_step, "_first_step", lambda *args, run=traced_step._first_step: steps.append(args) or run(*args))
+    params = [torch.nn.Parameter(torch.randn(size, 4)) for size in (3, 3, 3, 5)]
+    optimizer = foreign.Lion([{"params": params[:2]}, {"params": params[2:]}])
+    for _ in range(2):
+        states = traced_step.initial_state(optimizer, params)
+        assert [state["exp_avg"].shape for state in states] == [p.shape for p in params]
+        assert len(steps) == 2 * 4
