@@ -151,7 +151,7 @@ class GatherShards(Pass):
                     user.replace_input_with(source, item)
                 for cast in {source for _, source in member.users} - {member.node}:
                     first.graph.erase_node(cast)
-        self._gathered.append(["gather", group.name, names, str(dtype)])
+        self._gathered.append(["gather", group.name, names, str(dtype), str(group.reduce_dtype), group.reshards])
         self.record(gathered, f"{count_text(len(members), 'parameter')} of {group.name or 'the model itself'}")
 
 

@@ -116,6 +116,13 @@ class Checkpoints(Net):
         return self.head(x)
 
 
+class Lists(Net):
+    """Has groups of several modules, which are gathered and dropped together."""
+
+    def groups(self):
+        return [self.blocks[0], [self.first, self.blocks[1]], [self.blocks[2], self.head]]
+
+
 class Sequence(nn.Module):
     """Layers that hold their weights in lists, and read them by other ways than attributes."""
 
@@ -148,6 +155,7 @@ MODELS = {
     "few rows": lambda: Net(nn.Linear(5, 1), nn.Linear(1, 2), nn.Linear(2, 5)),
     "no blocks": lambda: Net(),
     "checkpoints": lambda: Checkpoints(perceptron(), perceptron(), perceptron()),
+    "lists": lambda: Lists(perceptron(), perceptron(), perceptron()),
     "sequence": lambda: Net(Sequence()),
     "float64": lambda: Net(perceptron()).double(),
 }
@@ -157,8 +165,8 @@ def sharded(name, **options):
     """Return the model of this name, as people shard one."""
     torch.manual_seed(0)
     model = MODELS[name]()
-    for block in model.blocks:
-        fully_shard(block, **options)
+    for group in model.groups() if isinstance(model, Lists) else model.blocks:
+        fully_shard(group, **options)
     return fully_shard(model, **options)
 
 

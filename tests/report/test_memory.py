@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
 from apexfx.report.html import page_data
 from apexfx.report.memory import KINDS, MemoryTimeline
+from tests.fake_group import fake_process_group
+from tests.tables import table
 
 WIDTH, LAYERS = 512, 6
 LAYER = 4 * WIDTH * WIDTH  # bytes of a weight
@@ -39,6 +42,28 @@ def test_kinds_have_the_bytes_of_what_they_hold():
     assert timeline.largest("gradients") == LAYERS * LAYER  # the norm needs all of them
     assert timeline.largest("activations") < LAYER
     assert timeline.peak == max(timeline.total) and len(timeline.total) == len(timeline.nodes)
+
+
+@table(1, "world_size", [2, 4, 8])
+def test_a_rank_holds_its_rows_of_a_sharded_model(world_size):
+    """A part of each parameter and each moment; and whole, a group that is read and the next."""
+    width, blocks = 250, 4
+    with fake_process_group(world_size):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)))
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = apexfx.train_step(model, F.mse_loss, optimizer, opt_level="O0", inner="eager", max_grad_norm=1.0)
+        step(torch.randn(2, width), torch.randn(2, width))
+        memory = step.report.memory()
+        rows = 4 * -(-width // world_size) * (width + 1)  # of a block
+        moments = [state[name].to_local() for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        assert memory.alive["parameters"][-1] == blocks * rows
+        assert memory.largest("parameters") <= (blocks + 3 * world_size) * rows  # two are whole, one of them as it came, too
+        assert set(memory.alive["optimizer state"]) == {2 * blocks * rows + 4 * (2 * blocks + 1)}  # counts, a learning rate
+        assert sum(x.untyped_storage().nbytes() for x in moments) == 2 * blocks * rows
+        assert memory.largest("gradients") == (blocks + world_size) * rows  # one is summed while the others are rows
 
 
 @pytest.mark.long
