@@ -57,6 +57,17 @@ class LARS(Foreign):
         p.add_(state["exp_avg"], alpha=-group["lr"])
 
 
+class OwnRates(Foreign):
+    """Keeps a number of each parameter: they are equal at first, and not behind a step."""
+
+    def init(self, p, state):
+        state["norm"] = torch.zeros(())
+
+    def update(self, p, g, state, group):
+        state["norm"].lerp_(g.norm(), 0.25)
+        p.sub_(g * (group["lr"] / (1e-3 + state["norm"])))
+
+
 class KellersMuon(Foreign):
     def update(self, p, g, state, group):
         state["exp_avg"].lerp_(g, 1 - group["betas"][0])

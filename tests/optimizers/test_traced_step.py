@@ -21,6 +21,7 @@ from apexfx.optimizers import traced_step  # isort: skip
 CASES = [
     *((kind, {"foreach": foreach}, {"maximize": True})
       for kind in (optim.NAdam, optim.ASGD, optim.Rprop, optim.Adafactor) for foreach in (False, True)),
+    (foreign.OwnRates, {}, {}),
     (optim.RAdam, {"foreach": True}, {"weight_decay": 0.1}),
     (optim.RMSprop, {"foreach": True, "centered": True}, {"momentum": 0.9}),
     *((kind, {}, {"weight_decay": 0.0}) for kind in (
