@@ -1,4 +1,5 @@
 # make demo | make test | make test-long: every set-up step is done on first use.
+# Tests start many processes, so they keep bytecode, whatever the environment says.
 # make lint: ruff, and the contract of who imports whom (both in pyproject.toml).
 # make lib: rebuild the compiled ops only.
 # make docs: the site, in build/site, in an environment of its own; a warning is an error.
@@ -18,10 +19,10 @@ demo: $(VENV)/.built
 	$(BIN)/python -m apexfx demo
 
 test: $(VENV)/.tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 tests
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 tests
 
 test-long: $(VENV)/.tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long or not long" tests
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long or not long" tests
 
 lint: | $(BIN)/python
 	$(BIN)/python -m pip install -q "pip>=25.1"
