@@ -16,7 +16,8 @@ from tests.distributed.sharded_models import MODELS, batches, plain, sharded, tr
 from tests.tables import table
 
 OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    # Powers of two: the bits do not depend on whether a processor rounds products.
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5, weight_decay=2.0**-6),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
 }
@@ -49,7 +50,7 @@ def bits_of_fsdp2(rank, world_size, name, kind):
         torch.testing.assert_close(whole(of_ours), whole(held), rtol=0, atol=0)
 
 
-@table(2, "name, kind", [(name, kind) for kind in ("sgd", "rmsprop") for name in MODELS] + [("float64", "adamw")], by_turns=True)
+@table(1, "name, kind", [(name, kind) for kind in ("sgd", "rmsprop") for name in MODELS] + [("float64", "adamw")], by_turns=True)
 def test_a_step_has_the_bits_of_fsdp2(name, kind):
     run_ranks(bits_of_fsdp2, 2, name, kind)
 
@@ -69,7 +70,7 @@ def near_one_process(rank, world_size, name, kind, max_grad_norm):
 
 
 @table(1, "world_size, name, kind, max_grad_norm", [
-    (4, "float64", "adamw", 0.05), (4, "mlp", "sgd", None), (2, "gpt", "sgd", 0.2), (2, "float64", "adamw", float("inf")),
+    (2, "float64", "adamw", 0.05), (4, "mlp", "sgd", None), (2, "gpt", "sgd", 0.2), (4, "float64", "adamw", float("inf")),
     (3, "few rows", "sgd", 0.1), (4, "gpt", "sgd", None)])
 def test_a_step_is_that_of_one_process_with_the_whole_batch(world_size, name, kind, max_grad_norm):
     run_ranks(near_one_process, world_size, name, kind, max_grad_norm)
@@ -188,7 +189,7 @@ def resumed(rank, world_size, folder):
     torch.testing.assert_close(whole(model.state_dict()), torch.load(f"{folder}/end.pt"), rtol=tolerance, atol=tolerance)
 
 
-@table(1, "world_size", [2, 4, 1])
+@table(1, "world_size", [1, 2, 4])
 def test_a_checkpoint_of_dcp_resumes_on_any_number_of_ranks(world_size, tmp_path):
     run_ranks(saved, 2, str(tmp_path))
     run_ranks(resumed, world_size, str(tmp_path))

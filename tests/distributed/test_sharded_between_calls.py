@@ -17,6 +17,7 @@ import apexfx
 from apexfx.errors import RankMismatchError
 from tests.distributed.launch import run_ranks
 from tests.distributed.sharded_models import Net, batches, perceptron, sharded, whole
+from tests.distributed.test_sharded import OPTIMIZERS
 from tests.tables import day
 
 
@@ -29,7 +30,7 @@ class Pair:
 
     def __init__(self, rank, make=lambda: sharded("mlp"), **options):
         self.models = self.theirs, self.ours = make(), make()
-        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01) for model in self.models]
+        self.optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in self.models]
         self._batches, self._options = iter(batches(self.ours, 12, rank, 2)), options
         self._step = None
 
@@ -152,7 +153,7 @@ def reduces_in_float32(rank):
     steps = {}
     for kind in (None, torch.float32):
         model = sharded("mlp", mp_policy=MixedPrecisionPolicy(reduce_dtype=kind))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
         step = apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O2", inner="eager")
         step(*batches(model, 1, rank, 2)[0])
         momenta = [optimizer.state[p]["momentum_buffer"].full_tensor() for p in model.parameters()]

@@ -18,8 +18,9 @@ import apexfx
 from apexfx.errors import RankFailureError, RankMismatchError
 from apexfx.optimizers import FusedAdam, FusedSGD
 from apexfx.parallel import convert_syncbn_model
-from tests.distributed.launch import on_ranks
+from tests.distributed.launch import on_ranks, run_ranks
 from tests.own_optimizers import RMSprop
+from tests.tables import table
 from tests.train_step import test_other_leaves as leaves
 from tests.train_step import test_parts as parts
 
@@ -118,27 +119,35 @@ FAILURES = {"label": lambda x, y: (x, torch.full_like(y, 9)), "shape": lambda x,
             "dtype": lambda x, y: (x, y.bool()), "exception": lambda x, y: (x, None)}
 
 
-@on_ranks(2)
-def test_a_rank_that_fails_alone_is_told_to_the_one_that_waits_for_it(rank, world_size):
+FAILING = {"plain": (net, {}), "synchronized": (lambda: net(True), {"sync_bn": True}),
+           "in pieces": (Broken, {"fallback": "transform"})}
+
+
+def fails_alone(rank, world_size, name):
+    make, options = FAILING[name]
+    model = make()
+    step = apexfx.train_step(model, objective=lambda m, x, y: F.cross_entropy(m(x), y), inner="eager", opt_level="O0",
+                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, **options)
+    for number, (kind, spoiled) in enumerate(FAILURES.items()):
+        if kind in ("label", "dtype") and options.get("sync_bn"):  # found after batch norm has communicated
+            continue
+        [(x, y)] = batches(rank, 1)
+        step(x, y)
+        before = copy.deepcopy(dict(model.named_parameters()))
+        if rank == number % 2:
+            with pytest.raises((IndexError, RuntimeError, TypeError, ValueError)):
+                step(*spoiled(x, y))
+        with pytest.raises(RankFailureError, match=rf"rank {number % 2}: \d+ training forwards or calls of a step so far"):
+            step(x, y)
+        torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0, msg=kind)
+        step(x, y)
+        assert same_on_all(world_size, list(model.parameters()))
+
+
+@table(1, "name", FAILING, by_turns=True)
+def test_a_rank_that_fails_alone_is_told_to_the_one_that_waits_for_it(name):
     """It fails before it communicates; the other waits until it comes again, and both raise."""
-    for make, options in ((net, {}), (lambda: net(True), {"sync_bn": True}), (Broken, {"fallback": "transform"})):
-        model = make()
-        step = apexfx.train_step(model, objective=lambda m, x, y: F.cross_entropy(m(x), y), inner="eager", opt_level="O0",
-                                 optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, **options)
-        for number, (kind, spoiled) in enumerate(FAILURES.items()):
-            if kind in ("label", "dtype") and options.get("sync_bn"):  # found after batch norm has communicated
-                continue
-            [(x, y)] = batches(rank, 1)
-            step(x, y)
-            before = copy.deepcopy(dict(model.named_parameters()))
-            if rank == number % 2:
-                with pytest.raises((IndexError, RuntimeError, TypeError, ValueError)):
-                    step(*spoiled(x, y))
-            with pytest.raises(RankFailureError, match=rf"rank {number % 2}: \d+ training forwards or calls of a step so far"):
-                step(x, y)
-            torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0, msg=kind)
-            step(x, y)
-            assert same_on_all(world_size, list(model.parameters()))
+    run_ranks(fails_alone, 2, name)
 
 
 @on_ranks(2)
@@ -483,25 +492,29 @@ def test_ranks_with_other_memory_formats_are_refused(rank, world_size):
         step(*batch)
 
 
-@on_ranks(2)
-def test_parts_of_a_users_own_see_what_is_averaged(rank, world_size):
+def own_parts(rank, world_size, options):
     data = parts.batches(8)
-    for options in ({}, {"accumulate": 2, "loss_scale": "dynamic", "safeguard": apexfx.Safeguard(replica_check_interval=1)}):
-        step, other = (parts.make(parts.two, ddp=True, **options) for _ in range(2))
-        calls = [(torch.cat([one[0], two[0]]), torch.cat([one[1], two[1]])) for one, two in zip(data[::2], data[1::2])]
-        for place, (inputs, targets) in enumerate(calls):
-            step(*(half.chunk(2)[rank] for half in (inputs, targets)))
-            if place == 1:
-                other.load_state_dict(copy.deepcopy(step.state_dict()))
-            elif place > 1:
-                other(*(half.chunk(2)[rank] for half in (inputs, targets)))
-        torch.testing.assert_close(other.state_dict(), step.state_dict(), rtol=0, atol=0)
-        model, norms, _ = parts.loop(parts.two, calls, **options)
-        parts.assert_close(dict(step.model.named_parameters()), dict(model.named_parameters()))
-        parts.assert_close(step.slot("norms"), norms)
-        if "safeguard" in options:
-            before = copy.deepcopy(step.state_dict()["parts"])
-            for _ in range(2):
-                step(torch.full((5, 6), math.inf if rank else 1.0), torch.ones(5, 3))
-            assert step.skipped == 1
-            torch.testing.assert_close(step.state_dict()["parts"], before, rtol=0, atol=0)
+    step, other = (parts.make(parts.two, ddp=True, **options) for _ in range(2))
+    calls = [(torch.cat([one[0], two[0]]), torch.cat([one[1], two[1]])) for one, two in zip(data[::2], data[1::2])]
+    for place, (inputs, targets) in enumerate(calls):
+        step(*(half.chunk(2)[rank] for half in (inputs, targets)))
+        if place == 1:
+            other.load_state_dict(copy.deepcopy(step.state_dict()))
+        elif place > 1:
+            other(*(half.chunk(2)[rank] for half in (inputs, targets)))
+    torch.testing.assert_close(other.state_dict(), step.state_dict(), rtol=0, atol=0)
+    model, norms, _ = parts.loop(parts.two, calls, **options)
+    parts.assert_close(dict(step.model.named_parameters()), dict(model.named_parameters()))
+    parts.assert_close(step.slot("norms"), norms)
+    if "safeguard" in options:
+        before = copy.deepcopy(step.state_dict()["parts"])
+        for _ in range(2):
+            step(torch.full((5, 6), math.inf if rank else 1.0), torch.ones(5, 3))
+        assert step.skipped == 1
+        torch.testing.assert_close(step.state_dict()["parts"], before, rtol=0, atol=0)
+
+
+@table(1, "options", [{"accumulate": 2, "loss_scale": "dynamic", "safeguard": apexfx.Safeguard(replica_check_interval=1)}, {}],
+       by_turns=True)
+def test_parts_of_a_users_own_see_what_is_averaged(options):
+    run_ranks(own_parts, 2, options)
