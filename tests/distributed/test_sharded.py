@@ -224,7 +224,7 @@ def changes(rank, world_size):
     for rows in (4, 3, 5, 4):
         same(rows)
     for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] = 0.03
+        optimizer.param_groups[0]["lr"] = 2.0**-5
     for trains in (False, True):
         for model in (theirs, ours):
             model.blocks[0].requires_grad_(trains)
