@@ -125,7 +125,7 @@ def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[An
     if not isinstance(step, TrainStep) or not callable(update) or callable(batches):
         raise TypeError(f"apexfx: check_loop() was called with {', '.join(type(x).__name__ for x in (step, update, batches))}, "
                         "expected check_loop(step, update, batches): a step, the function of the loop, and a list of batches")
-    check_traceable(step.model)
+    check_traceable(step.model, step.options)
     accumulate = step.options.accumulate
     batches = list(batches)
     if not batches or len(batches) % accumulate:

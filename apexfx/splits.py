@@ -112,7 +112,7 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
             batch is not finite, or another when it is computed again.
         RuntimeError, ...: what the model or the loss raises in float64; a note says so.
     """
-    check_traceable(step.model)
+    check_traceable(step.model, step.options)
     first = next((x for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), None)
     size = 0 if first is None else len(first)
     most = math.lcm(*(r * a for r in ranks for a in accumulate))

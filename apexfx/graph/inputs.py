@@ -90,17 +90,19 @@ def replace_gradients(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
 
 
 def trained_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that are the parameters of the `apply_gradients` node of `gm`.
+    """Return the inputs that are the parameters of the `apply_gradients` node of `gm`, or of which those are rows.
 
     Raises:
         ValueError: one is no input any more, since the forward writes it: its gradient would belong to no parameter.
     """
-    for parameter in node.args[0]:
+    own_rows = torch.ops.apexfx.own_rows.default
+    inputs = [parameter.args[0] if parameter.target is own_rows else parameter for parameter in node.args[0]]
+    for parameter in inputs:
         if parameter.op != "placeholder" or not isinstance(parameter.meta.get("desc"), PlainAOTInput):
             written = [copy.args[0].meta.get(NAME) for copy in gm.graph.find_nodes(
                 op="call_function", target=torch.ops.aten.copy_.default) if copy.args[1] is parameter]
             raise written_parameter(written[0] if written else parameter.name)
-    return list(node.args[0])
+    return inputs
 
 
 def written_parameter(name: str) -> ValueError:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._torch import has_own_step, has_step_hooks, tree_leaves, tree_map, viewed
+from .._torch import has_own_step, has_step_hooks, is_dtensor, tree_leaves, tree_map, viewed
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
@@ -24,6 +24,7 @@ from .update import Update
 FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
 Labels = Mapping[int, int]  # of parameters, by id
 Option = tuple[int, int, str]  # places of an optimizer, and of a group of it, and the name of an option of the group
+Placed = Callable[[Tensor, Tensor], Tensor]  # of a tensor of a parameter's state, and the parameter: what is to be in its place
 # Of a class of torch's: returns the update of a group's parameters of a dtype, which has none as yet; None without an op for it.
 _Maker = Callable[[dict[str, Any], torch.dtype], Update | None]
 
@@ -85,23 +86,30 @@ def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | Non
     return ""
 
 
+def whole(held: Tensor, p: Tensor) -> Tensor:
+    """Return the state of a parameter that is whole, whole: it was loaded of a step that shards it. Every rank has to do so."""
+    return held.full_tensor() if is_dtensor(held) and not is_dtensor(p) else held
+
+
 def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels,
-            changed: Mapping[int, Collection[str]]) -> list[Update]:
+            changed: Mapping[int, Collection[str]], placed: Placed = whole) -> list[Update]:
     """Return the updates of a step of an optimizer of which `unsupported_reason` has nothing to say; missing state is made.
 
     Args:
         trained: ids of the parameters to update.
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
         changed: the options that a schedule changes, by the place of their group: inputs of the graph.
+        placed: puts the state of a parameter where it belongs: rows of it, where each rank has those alone.
     """
     if type(optimizer) in FUSED:
         return optimizer.updates_of(trained)
     if not has_op(optimizer, changed):
         return [traced_update(optimizer, trained, labels, changed, makes_state=True)]
-    return [update for group in optimizer.param_groups for update in _updates(optimizer, group, trained, labels)]
+    return [update for group in optimizer.param_groups for update in _updates(optimizer, group, trained, labels, placed)]
 
 
-def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: Collection[int], labels: Labels) -> list[Update]:
+def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: Collection[int], labels: Labels,
+             placed: Placed) -> list[Update]:
     """Return the updates of a group: one for all parameters that were updated equally often, whose moments are corrected alike.
 
     What is missing of the state is made as torch makes it, so that a checkpoint of either resumes in the other. The counts of
@@ -114,8 +122,10 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
         update = alike.setdefault((p.dtype, *counted), update)
         update.params.append(p)
         for name, tensors in update.states.items():
-            if optimizer.state[p].get(name) is None:
-                optimizer.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            held = optimizer.state[p].get(name)
+            if held is None:
+                held = torch.zeros_like(p, memory_format=torch.preserve_format)
+            optimizer.state[p][name] = placed(held, p)
             tensors.append(optimizer.state[p][name])
     for (_, _, count), update in alike.items():
         if update.counts:

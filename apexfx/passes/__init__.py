@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,10 @@ from .cancel_casts import CancelCasts
 from .channels_last import ChannelsLast
 from .fuse_batchnorm import FuseBatchnorm
 from .gather_shards import GatherShards, ShardGroup
+from .gather_updated import GatherUpdated
 from .precision import Precision
 from .recompute import Recompute
+from .scatter_gradients import ScatterGradients
 from .schedule_comm import ScheduleComm
 from .schedule_shards import ScheduleShards
 from .skip_writes import SkipWrites
@@ -45,6 +48,7 @@ class Context:
         shards: the parameters that are rows, as they are gathered.
         sharded_sums: the places of what accumulates their gradients.
         sharded_over: the group that these are sharded over, or None.
+        shard: "optimizer" where each rank updates its rows of the parameters; None where each updates all.
         has_backward: False of a graph that applies gradients which other graphs have computed.
     """
 
@@ -59,6 +63,7 @@ class Context:
     shards: Sequence[ShardGroup] = ()
     sharded_sums: Sequence[int] = ()
     sharded_over: dist.ProcessGroup | None = None
+    shard: str | None = None
     has_backward: bool = True
 
     @property
@@ -88,11 +93,19 @@ def _sync_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
     return SyncBatchnorm(group_name=context.batch_norm.group_name)
 
 
-def _bucket_allreduce(config: TransformConfig, context: Context) -> Pass | None:
-    if config.buckets is None or context.gradients is None or not context.reduce_gradients:
+def _reduction(pass_type: type[BucketAllreduce], config: TransformConfig, context: Context) -> Pass | None:
+    wanted = ScatterGradients if context.shard else BucketAllreduce
+    if config.buckets is None or context.gradients is None or not context.reduce_gradients or pass_type is not wanted:
         return None
-    return BucketAllreduce(placeholders=context.placeholders, config=config.buckets,
-                           group_name=context.gradients.group_name, world_size=dist.get_world_size(context.gradients))
+    decomposes = {"decompositions": _inductor_decompositions} if wanted is ScatterGradients and config.inner == "inductor" else {}
+    return pass_type(placeholders=context.placeholders, config=config.buckets, group_name=context.gradients.group_name,
+                     world_size=dist.get_world_size(context.gradients), **decomposes)
+
+
+def _gather_updated(config: TransformConfig, context: Context) -> Pass | None:
+    if context.shard is None or context.gradients is None or not context.reduce_gradients:
+        return None
+    return GatherUpdated(group_name=context.gradients.group_name, world_size=dist.get_world_size(context.gradients))
 
 
 def _gather_shards(config: TransformConfig, context: Context) -> Pass | None:
@@ -137,7 +150,8 @@ TABLE: tuple[Row, ...] = (
     Row(FuseBatchnorm, "inner=\"inductor\", where measured faster",
         lambda config, context: FuseBatchnorm() if config.inner == "inductor" else None),
     Row(GatherShards, "train_step() of a model under fully_shard()", _gather_shards),
-    Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
+    Row(BucketAllreduce, "ddp=True", functools.partial(_reduction, BucketAllreduce)),
+    Row(ScatterGradients, "train_step(), ddp=True, shard=", functools.partial(_reduction, ScatterGradients)),
     Row(ScheduleComm, "ddp=True or sync_bn=True",
         lambda config, context: ScheduleComm() if context.gradients is not None or context.batch_norm is not None else None),
     Row(ScheduleShards, "train_step() of a model under fully_shard()", _schedule_shards),
@@ -147,6 +161,7 @@ TABLE: tuple[Row, ...] = (
     Row(SkipWrites, "train_step(), safeguard=", lambda config, context: SkipWrites() if context.safeguard else None),
     Row(UpdateEarly, "train_step() without clipping or a loss scale",
         lambda config, context: UpdateEarly() if context.is_train_step else None),
+    Row(GatherUpdated, "train_step(), ddp=True, shard=", _gather_updated),
     Row(Recompute, "train_step(), inner=\"inductor\" or memory_budget=", _recompute),
 )
 
@@ -190,6 +205,8 @@ def check_names(config: TransformConfig, *, is_train_step: bool = False) -> None
     if GatherShards.name in config.skip:
         raise ValueError(f"apexfx: skip names {GatherShards.name!r}, without which each rank would train on its own rows alone; "
                          "leave fully_shard() out")
+    if own := [each for each in (ScatterGradients.name, GatherUpdated.name) if each in config.skip]:
+        raise ValueError(f"apexfx: skip names {own[0]!r}, without which the ranks would not share an update; leave shard= out")
     known = built_in + [p.name for p in config.passes]
     for name in config.skip:
         if name not in known:

@@ -34,7 +34,7 @@ DELAYED = "apexfx_delayed"  # meta key of an allreduce that is to start after al
 
 
 @dataclass
-class _Reduction:
+class Reduction:
     """A gradient to reduce: the node that enters the buffer, and every output that takes the result."""
 
     spec: GradientSpec
@@ -71,6 +71,7 @@ class BucketAllreduce(Pass):
     stage = "backward"
     numeric = "reassociates"
     provides = ("bucketed",)
+    collective = "allreduce"
 
     def __init__(self, *, placeholders: Sequence[Placeholder], config: BucketConfig, group_name: str,
                  world_size: int) -> None:
@@ -122,19 +123,23 @@ class BucketAllreduce(Pass):
         by_name = {r.spec.name: r for r in reductions}
         if any(bucket.reduce_dtype in HALVES for bucket in plan.buckets):
             self.numeric = "changes_dtype"
-        emitter = _Emitter(gm, plan, by_name)
+        emitter = self.emitter(gm, plan, by_name)
         starts = [emitter.start(index) for index in range(len(plan.buckets))]
         for index, start in enumerate(starts):
             emitter.finish(index, start)
         emitter.connect_outputs()
         for start, bucket in zip(starts, plan.buckets):
-            self.record(start, f"allreduce of {count_text(len(bucket.slots), 'gradient')}, {bucket.total_bytes} bytes")
+            self.record(start, f"{self.collective} of {count_text(len(bucket.slots), 'gradient')}, {bucket.total_bytes} bytes")
         self.plan = plan.with_windows(windows(gm))
         return PassResult(gm, True)
 
-    def _find(self, gm: fx.GraphModule) -> list[_Reduction]:
+    def emitter(self, gm: fx.GraphModule, plan: BucketPlan, reductions: dict[str, Reduction]) -> Emitter:
+        """Return what writes the plan into a graph."""
+        return Emitter(gm, plan, reductions)
+
+    def _find(self, gm: fx.GraphModule) -> list[Reduction]:
         """Return what to reduce, in the order of the parameters' first use in forward."""
-        by_source: dict[tuple[fx.Node, torch.dtype], _Reduction] = {}
+        by_source: dict[tuple[fx.Node, torch.dtype], Reduction] = {}
         for gradient in sorted(gradients(gm, self.placeholders), key=lambda g: g.parameter.index):
             parameter, final = gradient.parameter, value(gradient.node)
             if final.layout != torch.strided:
@@ -154,7 +159,7 @@ class BucketAllreduce(Pass):
             order = dim_order(parameter.shape, parameter.stride) if parameter.stride else None
             spec = GradientSpec(parameter.name, tuple(final.shape), value(source).dtype, final.dtype, final.device, order,
                                 parameter.aliases)
-            by_source[key] = _Reduction(spec, source, [gradient.position])
+            by_source[key] = Reduction(spec, source, [gradient.position])
         reductions = list(by_source.values())
         twice = [name for name, count in Counter(r.spec.name for r in reductions).items() if count > 1]
         if twice:
@@ -175,10 +180,10 @@ class BucketAllreduce(Pass):
         return dataclasses.replace(self.replayed, group_name=self.group_name)
 
 
-class _Emitter:
+class Emitter:
     """Writes a plan into a backward graph: starts in plan order, then waits, then the outputs."""
 
-    def __init__(self, gm: fx.GraphModule, plan: BucketPlan, reductions: dict[str, _Reduction]) -> None:
+    def __init__(self, gm: fx.GraphModule, plan: BucketPlan, reductions: dict[str, Reduction]) -> None:
         self.graph = gm.graph
         self.output, self.outputs = gradient_list(gm)
         self.plan = plan
@@ -200,10 +205,9 @@ class _Emitter:
         else:  # complete already, but every rank issues the buckets in plan order
             anchor = self.tail
         with self.graph.inserting_before(anchor.next):
-            flat = self._flatten(index, bucket, sources, like=last)
+            flat = self.flatten(index, bucket, sources, like=last)
             flat = self._scale(flat, 1.0 / bucket.predivide, bucket.reduce_dtype.to_real(), index, like=last)
-            started = self._call(index, c10d.all_reduce_.default, (flat, "sum", self.plan.group_name), like=last,
-                                 name=f"bucket_{index}_started")
+            started = self.reduce(index, flat, like=last)
         if bucket.start == "end":
             started.meta[DELAYED] = True
         self.tail = started
@@ -213,21 +217,13 @@ class _Emitter:
         """Insert wait, post-divide and unflatten before the output."""
         bucket = self.plan.buckets[index]
         with self.graph.inserting_before(self.output):
-            wait = self._call(index, c10d.wait_tensor.default, (started,), like=started, name=f"bucket_{index}_sum")
+            wait = self.call(index, c10d.wait_tensor.default, (started,), like=started, name=f"bucket_{index}_sum")
             if bucket.reduce_dtype.is_complex:
-                pairs = self._call(index, aten.view.default, (wait, [-1, 2]), like=started)
-                wait = self._call(index, aten.view_as_complex.default, (pairs,), like=started)
+                pairs = self.call(index, aten.view.default, (wait, [-1, 2]), like=started)
+                wait = self.call(index, aten.view_as_complex.default, (pairs,), like=started)
             flat = self._scale(wait, 1.0 / bucket.postdivide, bucket.output_dtype, index, like=started)
-            sizes = [size for slot, padding in zip(bucket.slots, bucket.padding()) for size in (slot.numel, padding)]
-            if sizes[1:] == [0]:
-                parts = [flat]
-            else:
-                split = self._call(index, aten.split_with_sizes.default, (flat, sizes), like=started,
-                                   name=f"bucket_{index}_parts")
-                parts = [self._call(index, operator.getitem, (split, 2 * i), like=started, name=_gradient_name(slot, flat=True))
-                         for i, slot in enumerate(bucket.slots)]
-            for slot, part in zip(bucket.slots, parts):
-                result = self._restore(index, slot, part, like=started)
+            for slot, part in zip(bucket.slots, self.parts(index, bucket, flat, like=started)):
+                result = self.restore(index, slot, part, like=started)
                 for position in self.reductions[slot.parameter].positions:
                     self.outputs[position] = result  # one node for all: autograd copies it for the second parameter
 
@@ -236,22 +232,36 @@ class _Emitter:
         replace_gradients(self.output, self.outputs)
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in CASTS)
 
-    def _flatten(self, index: int, bucket: Bucket, sources: Sequence[fx.Node], *, like: fx.Node) -> fx.Node:
+    def flatten(self, index: int, bucket: Bucket, sources: Sequence[fx.Node], *, like: fx.Node) -> fx.Node:
         """Insert what makes the private buffer; of a complex bucket, of the real numbers that process groups add."""
         pieces = []
         for slot, source in zip(bucket.slots, sources):
             piece = source
             if slot.dim_order:
-                piece = self._call(index, aten.permute.default, (piece, list(slot.dim_order)), like=source)
+                piece = self.call(index, aten.permute.default, (piece, list(slot.dim_order)), like=source)
             if bucket.dtype.is_complex:
                 if value(piece).is_conj():
-                    piece = self._call(index, aten.resolve_conj.default, (piece,), like=source)
-                piece = self._call(index, aten.view_as_real.default, (piece,), like=source)
+                    piece = self.call(index, aten.resolve_conj.default, (piece,), like=source)
+                piece = self.call(index, aten.view_as_real.default, (piece,), like=source)
             pieces.append(piece)
         reduced = bucket.reduce_dtype
         offsets = [slot.offset_bytes // reduced.itemsize * _parts(reduced) for slot in bucket.slots]
         arguments = (pieces, offsets, bucket.numel * _parts(reduced), bucket.dtype.to_real())
-        return self._call(index, torch.ops.apexfx.flatten_bucket.default, arguments, like=like, name=f"bucket_{index}")
+        return self.call(index, torch.ops.apexfx.flatten_bucket.default, arguments, like=like, name=f"bucket_{index}")
+
+    def reduce(self, index: int, flat: fx.Node, *, like: fx.Node) -> fx.Node:
+        """Insert the collective."""
+        return self.call(index, c10d.all_reduce_.default, (flat, "sum", self.plan.group_name), like=like,
+                         name=f"bucket_{index}_started")
+
+    def parts(self, index: int, bucket: Bucket, flat: fx.Node, *, like: fx.Node) -> list[fx.Node]:
+        """Insert what takes the slots out of a bucket; return them, flat."""
+        sizes = [size for slot, padding in zip(bucket.slots, bucket.padding()) for size in (slot.numel, padding)]
+        if sizes[1:] == [0]:
+            return [flat]
+        split = self.call(index, aten.split_with_sizes.default, (flat, sizes), like=like, name=f"bucket_{index}_parts")
+        return [self.call(index, operator.getitem, (split, 2 * i), like=like, name=gradient_name(slot, flat=True))
+                for i, slot in enumerate(bucket.slots)]
 
     def _scale(self, flat: fx.Node, factor: float, dtype: torch.dtype, index: int, *, like: fx.Node) -> fx.Node:
         # In the wider of the two dtypes, and by the reciprocal, as torch DDP and Apex do.
@@ -261,32 +271,34 @@ class _Emitter:
         if factor != 1.0:
             # The reduced buffer is the bucket's own: multiplied in place, it is all the memory that a step takes.
             multiply = aten.mul_.Tensor if flat.target is c10d.wait_tensor.default else aten.mul.Tensor
-            flat = self._call(index, multiply, (flat, factor), like=like, name=f"bucket_{index}_divided")
+            flat = self.call(index, multiply, (flat, factor), like=like, name=f"bucket_{index}_divided")
         return self._cast(flat, dtype, index, like=like)
 
     def _cast(self, flat: fx.Node, dtype: torch.dtype, index: int, *, like: fx.Node) -> fx.Node:
         if value(flat).dtype == dtype:
             return flat
         name = f"bucket_{index}_{short_dtype(dtype)}"
-        return self._call(index, prims.convert_element_type.default, (flat, dtype), like=like, name=name)
+        return self.call(index, prims.convert_element_type.default, (flat, dtype), like=like, name=name)
 
-    def _restore(self, index: int, slot: Slot, part: fx.Node, *, like: fx.Node) -> fx.Node:
-        name = _gradient_name(slot)
+    def restore(self, index: int, slot: Slot, part: fx.Node, *, like: fx.Node) -> fx.Node:
+        """Insert what makes a slot the gradient that it holds."""
+        name = gradient_name(slot)
         if slot.dim_order is None:
             if len(slot.shape) == 1:
                 return part
-            return self._call(index, aten.view.default, (part, list(slot.shape)), like=like, name=name)
-        part = self._call(index, aten.view.default, (part, [slot.shape[d] for d in slot.dim_order]), like=like)
+            return self.call(index, aten.view.default, (part, list(slot.shape)), like=like, name=name)
+        part = self.call(index, aten.view.default, (part, [slot.shape[d] for d in slot.dim_order]), like=like)
         back = [slot.dim_order.index(d) for d in range(len(slot.dim_order))]
-        return self._call(index, aten.permute.default, (part, back), like=like, name=name)
+        return self.call(index, aten.permute.default, (part, back), like=like, name=name)
 
-    def _call(self, index: int, target: Any, args: tuple[Any, ...], *, like: fx.Node, name: str | None = None) -> fx.Node:
+    def call(self, index: int, target: Any, args: tuple[Any, ...], *, like: fx.Node, name: str | None = None) -> fx.Node:
+        """Insert a node that carries a bucket."""
         node = call(self.graph, target, args, like=like, mode=self.mode, name=name)
         node.meta[MARK] = index
         return node
 
 
-def _gradient_name(slot: Slot, *, flat: bool = False) -> str:
+def gradient_name(slot: Slot, *, flat: bool = False) -> str:
     """Return what a parameter's averaged gradient is called in the graph."""
     return identifier(slot.parameter) + ("_grad_flat" if flat and (len(slot.shape) != 1 or slot.dim_order) else "_grad")
 

@@ -156,7 +156,8 @@ class _Part:
 
     def _moves(self) -> list[fx.Node]:
         """Return the nodes between the anchor and the update that have to come along, in order."""
-        late = [node for node in self._waited if self._places[node] > self._places[self.anchor]]
+        copies = {p for i in self.members if (p := self.update.args[0][i]).op != "placeholder"}  # rows of parameters
+        late = [node for node in self._waited | copies if self._places[node] > self._places[self.anchor]]
         return sorted(late, key=self._places.__getitem__)
 
     def is_late(self) -> bool:

@@ -5,9 +5,10 @@ Read `options`, `step` (what a user calls), `components` (what it is made of), `
 its `inputs` (what Dynamo traces), `accumulation` (over several calls), `mean` (losses with a denominator of their own),
 `step_graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be). Beside them:
 `parameters`, `objective` and `leaves` (what is trained, and what is refused besides), `optimizer_list` and `optimizer_state`
-(what updates, and its tensors), `model` (what stands in for modules during a call), `skipped_steps` (where a skip began),
-`kept_buffers` (what it leaves behind: nothing), `bundle_recorder` (a call that another process runs again), `replicas` (whether
-the ranks still train one model); `errors` and `wrong_call` (what a user is told).
+(what updates, and its tensors), `sharded` and `sharded_update` (where each rank has rows), `model` (what stands in for modules
+during a call), `skipped_steps` (where a skip began), `kept_buffers` (what it leaves behind: nothing), `bundle_recorder` (a call
+that another process runs again), `replicas` (whether the ranks still train one model); `errors` and `wrong_call` (what a user is
+told).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
                objective: Callable[..., Any] | None = None, loss_scale: float | str | None = None,
                max_grad_norm: float | None = None, accumulate: int = 1, keep_grads: bool = False,
                memory_budget: int | None = None, fallback: str | None = None, safeguard: Safeguard | bool | None = None,
+               shard: str | None = None,
                ema: EMA | None = None, parts: Sequence[Part] = (), modules: Sequence[nn.Module] = (),
                **options: Any) -> TrainStep:
     """Return a callable that runs a whole training step of `model` as one graph.
@@ -71,6 +73,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
         safeguard: True or an `apexfx.Safeguard`: skip a step whose gradients are not finite, or are a spike, at every dtype, and
             leave nothing of it behind; `step.events` says which. Without it only a loss scale skips steps, and what the forward
             wrote stays.
+        shard: "optimizer", with `ddp=True`: each rank keeps the optimizer's state of its rows of the parameters alone, updates
+            those, and gets the others from the other ranks, in the same graph.
         ema: an `apexfx.EMA`: average the model's parameters after each update, in the same graph; `step.ema_model` is a model of
             the averages.
         parts: each an `apexfx.Part` of your own, which does something with the gradients or the updated parameters in the same
@@ -85,7 +89,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
         RankMismatchError: ranks hold different models.
     """
     own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "keep_grads": keep_grads,
-           "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard,
+           "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard, "shard": shard,
            "parts": with_own(parts, EMA.checked(ema))}
     step_options = StepOptions.from_arguments(own, options)
     check_what_is_trained(loss_fn, optimizer, objective)

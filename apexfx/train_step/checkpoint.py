@@ -6,8 +6,10 @@ import copy
 import logging
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import is_dtensor, tree_map
 from .components import Components
 from .parts.loss_scale import of_grad_scaler
 from .slots import section
@@ -25,6 +27,18 @@ def save(parts: Components) -> dict[str, Any]:
         state["objective"] = of_objective
     parts.slots.save(state, _named(parts))
     return state
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with whole tensors in memory of their own in the place of rows, on rank 0; {} on the others."""
+    keeps = not dist.is_initialized() or dist.get_rank() == 0
+
+    def of(value: Any) -> Any:
+        value = value.full_tensor() if is_dtensor(value) else value
+        return value.detach().to("cpu", copy=True) if keeps and isinstance(value, Tensor) else value if keeps else None
+
+    gathered = tree_map(of, state)
+    return gathered if keeps else {}
 
 
 def load(parts: Components, state: dict[str, Any]) -> None:

@@ -77,6 +77,7 @@ class StepCompiler:
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
         sharded: the model where it is under `fully_shard`.
+        shard: the option of that name.
         traces: keep a graph in place of running it; its nodes say what they are the backward of.
 
     Attributes:
@@ -89,13 +90,13 @@ class StepCompiler:
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
                  on_loss: Callable[..., None], states: Callable[[], Sequence[torch.Tensor]] = tuple,
                  memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
-                 sharded: ShardedModel | None = None, traces: bool = False) -> None:
+                 sharded: ShardedModel | None = None, shard: str | None = None, traces: bool = False) -> None:
         self.config = config
         self.report = report
         self.groups = groups
         self.agreement = agreement
         self.index = index
-        self.sharded = sharded
+        self.sharded, self.shard = sharded, shard
         self.on_run, self.on_communication, self.on_loss = on_run, on_communication, on_loss
         self.states = states
         self.memory_budget = memory_budget
@@ -146,7 +147,7 @@ class StepCompiler:
                                  is_train_step=True, memory_budget=self.memory_budget, left_out=left_out,
                                  safeguard=self.safeguard, shards=self.sharded.groups(shards) if shards else (),
                                  sharded_sums=self.sharded.sums(shards) if shards else (),
-                                 sharded_over=self.groups.shards, has_backward=_backward(gm) is not None)
+                                 sharded_over=self.groups.shards, shard=self.shard, has_backward=_backward(gm) is not None)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
                         mode=self.index.mode() if context.has_backward else "update")
         if composed := compose_norms(gm):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
@@ -25,6 +26,7 @@ from .slots import Slots
 
 if TYPE_CHECKING:
     from .sharded import ShardedModel
+    from .sharded_update import ShardedUpdate
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Components:
     groups: Groups
     agreement: Agreement | None
     sharded: ShardedModel | None  # under fully_shard
+    sharded_update: ShardedUpdate | None  # by shard=
     device: torch.device  # of what was trained when the step was made
 
     @property
@@ -61,6 +64,11 @@ class Components:
     def skips(self) -> Tensor | None:
         """How many steps were skipped, in all and in a row."""
         return self.slots[SKIPS] if self.may_skip else None
+
+    @property
+    def rows_over(self) -> ProcessGroup | None:
+        """The group of which each rank has its rows of what is updated."""
+        return self.sharded_update.group if self.sharded_update is not None else self.groups.shards
 
     @property
     def num_ranks(self) -> int:

@@ -21,6 +21,7 @@ from .errors import NotOneGraph
 from .objective import ObjectiveModules
 
 if TYPE_CHECKING:
+    from .options import StepOptions
     from .sharded import ShardedModel
 
 _HALF_INPUTS = "apexfx_half_inputs"  # the name of two hooks
@@ -133,16 +134,16 @@ def check_contexts() -> None:
                           "(memory_budget= has a step keep less), or pass fallback='transform'", reason)
 
 
-def check_traceable(model: nn.Module) -> None:
+def check_traceable(model: nn.Module, options: StepOptions) -> None:
     """Refuse to run a step on copies, on one rank, where what that holds is a part of what the ranks hold.
 
     Raises:
-        ValueError: it is under `fully_shard`.
+        ValueError: the model is under `fully_shard`, or the update is sharded.
     """
-    if under_fully_shard([model]):
-        raise ValueError("apexfx: a step of a model under fully_shard() is run by no rank alone, as compare(), check_loop(), "
-                         "check_splits(), record() and a search for what is not finite do; make a step of the model without "
-                         "fully_shard()")
+    if (sharded := under_fully_shard([model])) or options.shard:
+        what = "of a model under fully_shard()" if sharded else "with shard="
+        raise ValueError(f"apexfx: a step {what} is run by no rank alone, as compare(), check_loop(), check_splits(), record() "
+                         f"and a search for what is not finite do; make a step without {what.split()[-1]}")
 
 
 class _CastInputs:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._torch import has_own_step, has_step_hooks, tensor_version
-from ..optimizers.update_rules import Labels, Option, TracedUpdate, options_of, schedulable, updates
+from ..optimizers.update_rules import Labels, Option, Placed, TracedUpdate, options_of, schedulable, updates, whole
 from .parts.update import ApplyStep, ApplyUpdate
 from .slots import Row
 
@@ -27,6 +27,7 @@ class OptimizerState:
         trained: ids of the parameters to update.
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
         scheduled: the options besides the learning rate that change from step to step.
+        placed: as of `update_rules.updates`.
 
     Attributes:
         params: the parameters, in the order of the updates.
@@ -34,10 +35,10 @@ class OptimizerState:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], trained: Collection[int], labels: Labels,
-                 scheduled: Collection[Option] = ()) -> None:
+                 scheduled: Collection[Option] = (), placed: Placed = whole) -> None:
         self.labels = dict(labels)
         self.updates = [update for optimizer, each in enumerate(optimizers)
-                        for update in updates(each, trained, self.labels, options_of(optimizer, scheduled))]
+                        for update in updates(each, trained, self.labels, options_of(optimizer, scheduled), placed)]
         self.params = [p for update in self.updates for p in update.params]
         self.scalars: dict[str, Tensor] = {
             f"{name}_{place}": torch.zeros((), dtype=update.number_dtype, device=update.params[0].device)

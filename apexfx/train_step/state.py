@@ -92,12 +92,15 @@ def read(parts: Components, before: StepState, means: Tensor | None) -> StepStat
     outside = check_optimizer(optimizers, trained, options, parts.scales, parts.report, scheduled=scheduled)
     if parts.sharded is not None:
         parts.sharded.check_update(optimizers, outside)
+    if parts.sharded_update is not None:
+        parts.sharded_update.check_optimizers(optimizers, scheduled)
     state = None
     if not outside:
         # Before numbers that parameters share are taken apart.
         check_state([*((names[id(p)], p) for p in trained), *optimizers.named_state(trained, names)])
         labels = before.optimizer.labels if before.optimizer is not None else {}
-        state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled)
+        state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled,
+                               *([parts.sharded_update.placed] if parts.sharded_update is not None else []))
     params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.buffers))
     buffers = [known[id(p)].to(dtype_of_sum(p)) if id(p) in known
                else torch.zeros_like(p, dtype=dtype_of_sum(p), requires_grad=False)
@@ -114,7 +117,7 @@ def read(parts: Components, before: StepState, means: Tensor | None) -> StepStat
         **{f"{names[id(p)]}{ACCUMULATED}": buffer for p, buffer in zip(params, in_graph)},
         **({MEANS: means} if means is not None else {})})
     each = in_order(options, parts.scales, optimizers.clipping(options.max_grad_norm), state.parts() if state is not None else (),
-                    sharded_over=parts.groups.shards and parts.groups.shards.group_name)
+                    sharded_over=parts.rows_over and parts.rows_over.group_name)
     follows = [part for part in each if part.place == "after_update"] if state is None else []
     if blind := [part for part in follows if part.reads_norms]:
         raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph, and {blind[0].describe()} reads behind the "

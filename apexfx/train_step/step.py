@@ -52,6 +52,7 @@ from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
 
 if TYPE_CHECKING:
     from .sharded import ShardedModel
+    from .sharded_update import ShardedUpdate
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class TrainStep:
         self._outside = check_optimizer(optimizers, trained, options, scales, report, casts_to)
         if sharded is not None:
             sharded.check_update(optimizers, self._outside)
+        sharded_update = _sharded_update(options, groups, optimizers, trained)
         self._note_ranks_apart(options)
         # From here on, things change.
         if device.type == "cpu":
@@ -100,7 +102,8 @@ class TrainStep:
         agreement = set_up_step(model, objective_modules, optimizers, groups, options)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report, sharded)
         self._parts = parts = Components(model, step_model, objective, objective_modules, optimizers, options, scales, slots,
-                                        safeguard, report, ModelIndex(lambda: model), groups, agreement, sharded, device)
+                                        safeguard, report, ModelIndex(lambda: model), groups, agreement, sharded, sharded_update,
+                                        device)
         self._skips_teller = SkipsTeller(slots[SKIPS]) if scales is not None else None
         buffers = None if safeguard is None else KeptBuffers(
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
@@ -214,9 +217,13 @@ class TrainStep:
             inputs = StepInputs(self.model, self.objective, **state.inputs())
             if parts.sharded is not None:
                 inputs.params = parts.sharded.rows(now.params)
+            if (rows := parts.sharded_update) is not None:
+                inputs.params, grads = rows.own(now.params), rows.own(grads)
             plan = registered(now.plan.of_calls(num_calls))
             inputs.plan = plan.text
             applied = apply_gradients(inputs, grads, weighted and weighted.count)
+            if rows is not None:
+                rows.gather(inputs.params, now.params)
             clear_accumulated(now.buffers, state.mean.sums)
             self._note_applied(weighted and weighted.mean, *applied)
         self._after_call(updated=True)
@@ -395,8 +402,12 @@ class TrainStep:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """Return the state of model, optimizer, loss scale, safeguard and averages, and what is trained of the objective.
+
+        Args:
+            full: whole tensors on the CPU in the place of what each rank has rows of, on rank 0; {} on the others. All ranks call
+                it at once.
 
         Raises:
             RuntimeError: between the calls that accumulate: what they have accumulated belongs to no checkpoint.
@@ -408,7 +419,8 @@ class TrainStep:
         if num_calls := self._state.num_accumulated_calls():
             raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of {self._parts.options.accumulate} calls "
                                "that accumulate gradients; save after the call that applies them, or call flush() before")
-        return checkpoint.save(self._parts)
+        state = checkpoint.save(self._parts)
+        return checkpoint.whole(state) if full else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; gradients that were accumulated are dropped.
@@ -426,6 +438,17 @@ class TrainStep:
         self._state.drop_accumulated()
         self._skipped.forget_call()
         self._skipped.norm = None
+
+
+def _sharded_update(options: StepOptions, groups: Groups, optimizers: OptimizerList,
+                    trained: Sequence[Tensor]) -> ShardedUpdate | None:
+    """Return what shards the update where `shard=` asks for that."""
+    if options.shard is None:
+        return None
+    from .sharded_update import ShardedUpdate, check_options
+
+    check_options(options, optimizers, trained)
+    return ShardedUpdate(groups.gradients, trained[0].device)
 
 
 def _sharded(model: nn.Module) -> ShardedModel | None:
@@ -460,7 +483,7 @@ def trace_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, An
     from . import step_graphs
 
     parts = step._parts
-    check_traceable(step.model)
+    check_traceable(step.model, step.options)
     params = trained_parameters(step.model, parts.objective_modules, parts.optimizers)
     return step_graphs.trace_gradients(parts.step_model, step.objective, config, parts.groups, params, batch, named,
                                        scale=parts.scale, calls=parts.options.accumulate)

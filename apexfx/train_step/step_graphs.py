@@ -68,9 +68,9 @@ class StepGraphs:
         self._parts, self._state = parts, state
         self._make_compiler = functools.partial(
             StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
-            index=parts.index, sharded=parts.sharded, on_run=state.note_change, on_communication=state.note_communication,
-            on_loss=self._before_run, states=lambda: state.now.tensors, memory_budget=parts.options.memory_budget,
-            safeguard=parts.safeguard is not None)
+            index=parts.index, sharded=parts.sharded, shard=parts.options.shard, on_run=state.note_change,
+            on_communication=state.note_communication, on_loss=self._before_run, states=lambda: state.now.tensors,
+            memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None)
         self._steps, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._updates = self._variant(run_update, on_loss=_nothing)
         self._updates_apart = parts.options.accumulate > 1 and (parts.groups.gradients or parts.groups.shards) is None
@@ -138,7 +138,7 @@ class StepGraphs:
         Raises:
             As a call.
         """
-        check_traceable(self._parts.model)
+        check_traceable(self._parts.model, self._parts.options)
         compiler = self._make_compiler(report=Report(self._parts.report.config), agreement=None, traces=True)
         return trace(run_step, compiler, self._parts.step_model, self._inputs(self._parts.model), batch, named)
 

@@ -1,0 +1,109 @@
+"""Sum gradients over the ranks so that each rank has its rows, and updates its rows of the parameters alone."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from ..buckets.plan import Bucket, Slot
+from ..buckets.windows import MARK
+from ..graph.inputs import apply_node
+from ..graph.nodes import NAME, call, inline, value
+from ..graph.printed_names import identifier
+from ..ops.own_rows import span
+from .bucket_allreduce import BucketAllreduce, Emitter, gradient_name
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+own_rows = torch.ops.apexfx.own_rows.default
+ROWS = "apexfx_rows"  # meta key of the rows of a parameter, which are updated in its place: the index of their bucket
+
+
+class ScatterGradients(BucketAllreduce):
+    """Average the parameters' gradients over the ranks, each rank its rows of them, and have it update its rows alone.
+
+    Buckets are those of `bucket_allreduce`, and so are the bits of each sum on two ranks. Optimizer state is rows, too. The pass
+    `gather_updated` gives every rank what the others have updated.
+
+    Before:  gw = mm(...); (more backward); apply_gradients([w], [gw], ...)
+    After:   flat = _chunk_cat([gw, gb], 0, n); reduce_scatter_tensor(flat / predivide)   as soon as the bucket is full
+             (more backward)
+             gw_rows = wait_tensor(...) / postdivide; w_rows = own_rows(w); apply_gradients([w_rows], [gw_rows], ...)
+    """
+
+    name = "scatter_gradients"
+    stage = "backward"
+    numeric = "reassociates"
+    provides = ("bucketed",)
+    collective = "reduce_scatter"
+
+    def __init__(self, decompositions: Callable[[], Mapping[Any, Any]] = dict, **options: Any) -> None:
+        super().__init__(**options)
+        self._decompositions = decompositions
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "rows": True, "decomposes": bool(self._decompositions())}
+
+    def collectives(self) -> list[Any]:
+        return [*super().collectives(), "rows of each"]
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        result = super().call(gm)
+        if result.modified:
+            self._take_rows(gm)
+        return result
+
+    def emitter(self, *args: Any) -> Emitter:
+        return _RowsEmitter(*args, decompositions=self._decompositions())
+
+    def _take_rows(self, gm: fx.GraphModule) -> None:
+        """Have the end of the step update rows of the parameters whose gradients are rows."""
+        node = apply_node(gm)
+        params = list(node.args[0])
+        for place, gradient in enumerate(node.args[1]):
+            if gradient is not None and MARK in gradient.meta:
+                index, p = gradient.meta[MARK], params[place]
+                with gm.graph.inserting_before(node):
+                    params[place] = call(gm.graph, own_rows, (p, self.world_size, self.group_name), like=node,
+                                         name=f"{identifier(p.meta[NAME])}_rows")
+                params[place].meta.update({ROWS: index, NAME: p.meta[NAME]})
+        node.args = (params, *node.args[1:])
+
+
+class _RowsEmitter(Emitter):
+    """The same with each bucket in a part for each rank: its rows of the first gradient, of the second, ..."""
+
+    def __init__(self, *args: Any, decompositions: Mapping[Any, Any]) -> None:
+        super().__init__(*args)
+        self.decompositions = decompositions
+
+    def flatten(self, index: int, bucket: Bucket, sources: Sequence[fx.Node], *, like: fx.Node) -> fx.Node:
+        flat = inline(self.graph, _by_rank, (sources, self.plan.world_size), like=like, mode=self.mode,
+                      decompositions=self.decompositions)
+        return self.call(index, aten.view.default, (flat, [-1]), like=like, name=f"bucket_{index}")
+
+    def reduce(self, index: int, flat: fx.Node, *, like: fx.Node) -> fx.Node:
+        return self.call(index, c10d.reduce_scatter_tensor.default, (flat, "sum", self.plan.world_size, self.plan.group_name),
+                         like=like, name=f"bucket_{index}_started")
+
+    def parts(self, index: int, bucket: Bucket, flat: fx.Node, *, like: fx.Node) -> list[fx.Node]:
+        sizes = [-(-slot.shape[0] // self.plan.world_size) * math.prod(slot.shape[1:]) for slot in bucket.slots]
+        split = self.call(index, aten.split_with_sizes.default, (flat, sizes), like=like, name=f"bucket_{index}_parts")
+        return [self.call(index, operator.getitem, (split, place), like=like, name=gradient_name(slot, flat=True))
+                for place, slot in enumerate(bucket.slots)]
+
+    def restore(self, index: int, slot: Slot, part: fx.Node, *, like: fx.Node) -> fx.Node:
+        first, last = span(slot.shape[0], self.plan.world_size, self.plan.group_name)
+        shape = (last - first, *slot.shape[1:])
+        if (numel := math.prod(shape)) < value(part).numel():  # the last ranks have fewer rows than the others
+            part = self.call(index, aten.slice.Tensor, (part, 0, 0, numel), like=like)
+        return self.call(index, aten.view.default, (part, list(shape)), like=like, name=gradient_name(slot))
+
+
+def _by_rank(gradients: Sequence[Tensor], world_size: int) -> Tensor:
+    return aten._chunk_cat.default(gradients, 0, world_size)
