@@ -8,8 +8,21 @@ import pytest
 import torch
 
 import tests.quick_compiles  # noqa: F401
+from tests.tables import day
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or Inductor compiles a probe of the CPU for every new cache
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--turns", action="store_true", help="of the tests over real ranks one half today, the other tomorrow")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items) -> None:
+    if config.getoption("--turns"):
+        free = [item for item in items if item.path.parent.name == "distributed" and not item.get_closest_marker("long")]
+        for item in free[day() % 2::2]:
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(autouse=True, scope="session")
