@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.utils import _apply_to_tensors
 
 _MANAGED = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # attributes by which Dynamo leaves guards out
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
@@ -132,12 +133,16 @@ class PlainModules:
         states = {id(module._get_fsdp_state()): module._get_fsdp_state() for module in sharded}.values()
         self._groups = [group for state in states for group in state._fsdp_param_groups]
         own = {inspect.unwrap(getattr(state, name)) for state in states for name in ("_pre_forward", "_post_forward")}
-        self._hooks = [(hooks, {key for key, hook in hooks.items() if inspect.unwrap(hook) in own})  # wrapped, of several modules
-                       for module in sharded for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-        self._attributes = [(module, name, module.__dict__[name]) for module in modules for name in _MANAGED
+        self._hooks = []
+        self._attributes = [(module, name, module.__dict__[name], None) for module in modules for name in _MANAGED
                             if name in module.__dict__]
-        self._attributes += [(module, name, method) for module in sharded for name, method in vars(module).items()
-                             if _gathers_around(method)]
+        for module in sharded:
+            casts = _Casts(module._get_fsdp_state()._mp_policy)
+            for hooks, cast in ((module._forward_pre_hooks, casts.hook_of_inputs), (module._forward_hooks, casts.hook_of_output)):
+                keys = [key for key, hook in hooks.items() if inspect.unwrap(hook) in own]  # that of several modules wraps
+                self._hooks.append((hooks, dict.fromkeys(keys, cast)))
+            self._attributes += [(module, name, method, casts.around(method.__wrapped__))
+                                 for name, method in vars(module).items() if _gathers_around(method)]
 
     def reshard(self) -> None:
         """Drop whole parameters that an evaluation has left, or is about to: each module has its rows again."""
@@ -147,19 +152,24 @@ class PlainModules:
                 group.reshard()
 
     def enter(self) -> list[dict[int, Any]]:
-        """Have the modules be as they were written.
+        """Have the modules be as they were written, but for casts that their policies ask for.
 
         Returns:
             What `leave` takes.
         """
         before = [dict(hooks) for hooks, _ in self._hooks]
-        for module, name, _ in self._attributes:
+        for module, name, _, instead in self._attributes:
             del module.__dict__[name]
+            if instead is not None:
+                module.__dict__[name] = instead
         for module, _, cls in self._classes:
             module.__class__ = cls
         for hooks, own in self._hooks:
-            for key in own:
-                del hooks[key]
+            for key, cast in own.items():
+                if cast is None:
+                    del hooks[key]
+                else:
+                    hooks[key] = cast
         return before
 
     def leave(self, before: list[dict[int, Any]]) -> None:
@@ -169,8 +179,43 @@ class PlainModules:
             hooks.update(old)
         for module, cls, _ in self._classes:
             module.__class__ = cls
-        for module, name, value in self._attributes:
+        for module, name, value, _ in self._attributes:
             module.__dict__[name] = value
+
+
+class _Casts:
+    """What a policy casts around a forward.
+
+    Attributes:
+        hook_of_inputs, hook_of_output: of a module, None where they cast nothing.
+    """
+
+    def __init__(self, policy: MixedPrecisionPolicy) -> None:
+        self._input, self._output = policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
+        self.hook_of_inputs = self._cast_inputs if self._input is not None else None
+        self.hook_of_output = self._cast_output if self._output is not None else None
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _cast(args, self._input), _cast(kwargs, self._input)
+
+    def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, self._output)
+
+    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method with what the hooks do."""
+        if self.hook_of_inputs is None and self.hook_of_output is None:
+            return method
+
+        def casting(*args: Any, **kwargs: Any) -> Any:
+            return _cast(method(*_cast(args, self._input), **_cast(kwargs, self._input)), self._output)
+
+        return casting
+
+
+def _cast(tensors: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return tensors
+    return _apply_to_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tensors)
 
 
 def _gathers_around(method: Any) -> bool:

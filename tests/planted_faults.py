@@ -59,6 +59,7 @@ _CHANGES = ("tests/train_step/test_missing_gradients.py", "tests/train_step/test
             "tests/train_step/test_model_changes.py", "tests/train_step/test_failed_calls.py")
 _PARTS = ("tests/train_step/test_parts.py",)
 _SHARDED = ("tests/distributed/test_sharded.py",)
+_GATHERS = ("tests/passes/test_gather_shards.py",)
 _BETWEEN_CALLS = ("tests/distributed/test_sharded_between_calls.py",)
 _SHARED = ("tests/train_step/test_shared_memory.py",)
 _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
@@ -184,7 +185,8 @@ FAULTS = (
     Fault("what parameters have in common stays that", "optimizers/traced_step.py",
           "                    raise SharedDiffer(index)\n", "                    pass\n", _TRACED),
     Fault("gradients leave a step for the parameters that have one", "train_step/state.py",
-          "                p.grad = next(left) if here else None", "                p.grad = next(left, None)", _CHANGES),
+          "                p.grad = sharded_like(next(left), p) if here else None", "                p.grad = next(left, None)",
+          _CHANGES),
     Fault("an op counts updates up in a copy: groups may share a count", "train_step/parts/update.py",
           "step.clone() if counts_updates(self.op) else None,", "step if counts_updates(self.op) else None,", _STEP),
     Fault("each part of an update counts up in a copy of its own", "passes/update_early.py",
@@ -272,6 +274,16 @@ FAULTS = (
           "    if sharded_over is not None:", "    if False:", _SHARDED),
     Fault("whole parameters that an evaluation has left are dropped", "_torch_fsdp.py",
           "            if not group.is_sharded:", "            if False:", _SHARDED),
+    Fault("a rank's padded rows are read by nobody", "ops/gather_shards.py", "[:length]\n", "[-length:]\n", _SHARDED),
+    Fault("a sum is waited for", "ops/gather_shards.py",
+          "rows = c10d.wait_tensor.default(c10d.reduce_scatter_tensor.default(flat, operation, n, ctx.group))",
+          "rows = c10d.reduce_scatter_tensor.default(flat, operation, n, ctx.group)", _SHARDED),
+    Fault("the mean of ranks stays as exact as it was summed", "ops/gather_shards.py",
+          "view(shape).to(own)", "view(shape).to(grads[place].dtype).to(own)", _BETWEEN_CALLS),
+    Fault("what was dropped is gathered again for the backward", "passes/schedule_shards.py",
+          "            if not self._kept.intersection(gather.names):", "            if False:", _GATHERS),
+    Fault("gradients of calls are added in the dtype of the update", "train_step/state.py",
+          "[p.dtype for p in now.params] if now.buffers", "[p.dtype for p in params] if now.buffers", _SHARDED),
     Fault("a gather that is pending does not become whole later", "_torch_fsdp.py",
           "            group.wait_for_unshard()", "            pass", _BETWEEN_CALLS),
     Fault("gradients are added up where they are kept now", "train_step/sharded.py",

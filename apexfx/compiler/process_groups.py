@@ -35,7 +35,7 @@ class Groups:
         self.batch_norm: dist.ProcessGroup | None = None
         if not (dist.is_available() and dist.is_initialized() and (config.ddp or config.sync_bn)):
             return
-        self.user = config.process_group or dist.group.WORLD
+        self.user = shards or config.process_group or dist.group.WORLD
         self.gradients = self.user if config.ddp else None
         self.batch_norm = self.user if config.sync_bn else None
 

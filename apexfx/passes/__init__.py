@@ -49,6 +49,7 @@ class Context:
         sharded_sums: the places of what accumulates their gradients.
         sharded_over: the group that these are sharded over, or None.
         shard: "optimizer" where each rank updates its rows of the parameters; None where each updates all.
+        cast_by_policy: whether `fully_shard` was told in which dtypes to compute.
         has_backward: False of a graph that applies gradients which other graphs have computed.
     """
 
@@ -64,6 +65,7 @@ class Context:
     sharded_sums: Sequence[int] = ()
     sharded_over: dist.ProcessGroup | None = None
     shard: str | None = None
+    cast_by_policy: bool = False
     has_backward: bool = True
 
     @property
@@ -143,7 +145,7 @@ def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 TABLE: tuple[Row, ...] = (
     Row(SyncBatchnorm, "sync_bn=True", _sync_batchnorm),
-    Row(Precision, "opt_level=", lambda config, context: Precision(
+    Row(Precision, "opt_level=", lambda config, context: None if context.cast_by_policy else Precision(
         level=config.level, half_dtype=config.half_dtype(context.devices), overrides=config.precision)),
     Row(CancelCasts, "always", lambda config, context: CancelCasts()),
     # Under "eager" the graph stays what eager would run, bit for bit.

@@ -36,7 +36,7 @@ def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
 def add_accumulated(inputs: StepInputs, grads: Sequence[Tensor | None], weighted: Weighted | None) -> list[Tensor | None]:
     """Return the sums of these gradients, the last ones, and those that were accumulated."""
     buffers = inputs.buffers if weighted is None else [buffer * weighted.earlier for buffer in inputs.buffers]
-    return [_sum(buffer, held, g, p.dtype) for buffer, held, g, p in zip(buffers, inputs.accumulated, grads, inputs.params)]
+    return [_sum(*each) for each in zip(buffers, inputs.accumulated, grads, inputs.dtypes)]
 
 
 def clear_accumulated(buffers: Sequence[Tensor], means: Tensor | None) -> None:

@@ -130,10 +130,7 @@ class StepCompiler:
         if not self.reduce_gradients:
             _check_unwritten(gm, by_forward)
         is_mean = self._is_mean(gm, placeholders)
-        if is_mean and self.sharded is not None and any(p.name == MEANS for p in placeholders):
-            raise ValueError("apexfx: the loss is a Mean, and a step of a model under fully_shard() does not accumulate one yet: "
-                             "the gradients of each call are averaged over the ranks at once; leave accumulate out")
-        if is_mean and not self.reduce_gradients:
+        if is_mean and not self.reduce_gradients and self.sharded is None:  # which averages the gradients of each call at once
             self._share_counts(gm)
         taken = set(map(id, example_inputs))
         left_out = sum(state.nbytes for state in self.states() if id(state) not in taken)
@@ -147,6 +144,7 @@ class StepCompiler:
                                  is_train_step=True, memory_budget=self.memory_budget, left_out=left_out,
                                  safeguard=self.safeguard, shards=self.sharded.groups(shards) if shards else (),
                                  sharded_sums=self.sharded.sums(shards) if shards else (),
+                                 cast_by_policy=self.sharded is not None and self.sharded.casts,
                                  sharded_over=self.groups.shards, shard=self.shard, has_backward=_backward(gm) is not None)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
                         mode=self.index.mode() if context.has_backward else "update")

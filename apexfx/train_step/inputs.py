@@ -17,6 +17,7 @@ class StepInputs:
         model: the user's, traceable.
         objective: `objective(model, *batch, **named)` -> the loss, or (loss, the rest).
         params: what is trained.
+        dtypes: of the gradients of these that are applied; [] where no calls accumulate.
         buffers: the sums of the gradients of earlier calls, one for each of `params`; [] where no calls accumulate.
         accumulated: for each of `buffers` whether it has a gradient.
         means: `StepMean.sums`, of a loss that is a `Mean`; None where no calls accumulate.
@@ -31,6 +32,7 @@ class StepInputs:
     model: nn.Module
     objective: Callable[..., Any]
     params: list[Tensor]
+    dtypes: list[Any]
     buffers: list[Tensor]
     accumulated: list[bool]
     means: Tensor | None

@@ -26,22 +26,26 @@ class _Accumulated:
     """The sum of a parameter's gradients of earlier calls: what is in its place during a call, and its rows as they are now."""
 
     def __init__(self, rows: Tensor, size: torch.Size) -> None:
-        self.rows, self.whole = rows, without_memory(size, like=rows)
+        self.rows, self.whole = rows, without_memory(size, rows)
 
 
 class _Parameter:
     """One sharded parameter.
 
+    Args:
+        record: torch's.
+        computes_in: the dtype that it is gathered in; None for its own.
+
     Attributes:
-        whole: what is in its place during a call: of the whole shape, without memory.
+        whole: what is in its place during a call: of the whole shape, and the dtype that it is gathered in, without memory.
         rows: those that this rank has, a leaf over FSDP2's own memory.
         accumulated: the sum of its gradients, where calls accumulate; graphs know it by its `whole`.
     """
 
-    def __init__(self, record: Any) -> None:
-        self._record = record
+    def __init__(self, record: Any, computes_in: torch.dtype | None) -> None:
+        self._record, self._computes_in = record, computes_in
         self.places = [(registries(module).parameters, name) for module, name in fsdp.owners(record)]
-        self.whole = nn.Parameter(without_memory(self.size, like=self.sharded))
+        self.whole = nn.Parameter(without_memory(self.size, self.sharded, computes_in))
         self._local: Tensor | None = None
         self.rows = self._local
         self.accumulated: _Accumulated | None = None
@@ -61,6 +65,8 @@ class _Parameter:
         p = self.sharded
         if (local := local_rows(p)) is not self._local:
             self._local, self.rows = local, local.detach()
+            if (self.whole.dtype, self.whole.device) != (dtype := self._computes_in or p.dtype, p.device):  # by model.double()
+                self.whole = nn.Parameter(without_memory(self.size, p, dtype))
         if self.rows.requires_grad != p.requires_grad or self.whole.requires_grad != p.requires_grad:
             for tensor in (self.rows, self.whole):
                 tensor.requires_grad_(p.requires_grad)
@@ -73,9 +79,9 @@ class _Parameter:
         return self.accumulated.whole
 
 
-def without_memory(size: torch.Size, like: Tensor) -> Tensor:
+def without_memory(size: torch.Size, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a tensor of a size, dtype and device, of which nothing can be read."""
-    empty = torch.empty(size, dtype=like.dtype, device=like.device)
+    empty = torch.empty(size, dtype=dtype or like.dtype, device=like.device)
     empty.untyped_storage().resize_(0)
     return empty
 
@@ -88,6 +94,7 @@ class ShardedModel:
 
     Attributes:
         group: the process group that it is sharded over.
+        casts, in_float16: whether it was told in which dtypes to compute, and whether float16 is one.
 
     Raises:
         ValueError: it is sharded in a way that no step computes.
@@ -104,7 +111,9 @@ class ShardedModel:
             raise ValueError("apexfx: the model is sharded over several process groups, and a training step is over one; give "
                              "every fully_shard() the same mesh")
         self.group: dist.ProcessGroup = groups[0].process_group
-        self._groups = [(each, [_Parameter(record) for record in each.params]) for each in groups]
+        self.casts = any(each.policy.param_dtype or each.policy.output_dtype for each in groups)
+        self.in_float16 = any(each.policy.param_dtype == torch.float16 for each in groups)
+        self._groups = [(each, [_Parameter(record, each.policy.param_dtype) for record in each.params]) for each in groups]
         self._parameters = [p for _, members in self._groups for p in members]
 
     def check(self, model: nn.Module, trained: Sequence[Tensor], optimizers: OptimizerList, options: StepOptions) -> None:
@@ -127,22 +136,29 @@ class ShardedModel:
             raise ValueError("apexfx: ddp=True was given, and a step of a model under fully_shard() averages gradients anyway; "
                              "leave ddp out")
         safeguard = options.safeguard
-        given = {"ema= or parts=": options.parts, "keep_grads": options.keep_grads, "fallback": options.fallback,
-                 "sync_bn": config.sync_bn,
-                 "process_group": config.process_group, "inner='cudagraphs'": config.inner == "cudagraphs",
+        given = {"fallback": options.fallback, "process_group": config.process_group,
+                 "inner='cudagraphs'": config.inner == "cudagraphs",
                  "verify": config.verify == "each",
                  "replica_check_interval": safeguard is not None and safeguard.replica_check_interval is not None,
                  "record_dir": safeguard is not None and safeguard.record_dir is not None}
         if unsupported := [name for name, value in given.items() if value]:
             raise ValueError(f"apexfx: {unsupported[0]}{'' if '=' in unsupported[0] else '='} was given, which a step of a model "
                              "under fully_shard() does not have yet; leave it out")
+        if whole := [part for part in options.parts if not part.by_element]:
+            raise ValueError(f"apexfx: the part {whole[0]} was given, and in a step of a model under fully_shard() a part has "
+                             "those rows that this rank has; give its class by_element = True if what it makes of an element "
+                             "follows from that element, end.norm and end.norms alone")
         if config.level.half_parameters:
             raise ValueError(f"apexfx: opt_level={config.opt_level!r} was given, which makes the parameters half, and those of a "
                              "model under fully_shard() stay as they are; give opt_level='O2'")
+        if self.casts and (config.level.casts or config.precision):
+            given = f"opt_level={config.opt_level!r}" if config.level.casts else "precision="
+            raise ValueError(f"apexfx: {given} was given, and fully_shard() a MixedPrecisionPolicy that says in which dtypes to "
+                             "compute, too; give opt_level='O0' and no precision=, or a policy of reduce_dtype alone")
         by_element = [getattr(torch.optim, name) for name in _BY_ELEMENT]
         if whole := [type(each).__name__ for each in optimizers if type(each) not in by_element]:
-            raise ValueError(f"apexfx: {whole[0]} updates a parameter by more than its own element, or outside of the graph, and "
-                             f"a step of a model under fully_shard() has rows of it; use one of torch's {', '.join(_BY_ELEMENT)}")
+            raise ValueError(f"apexfx: {whole[0]} was given, and a step of a model under fully_shard(), which updates rows of "
+                             f"parameters, has torch's {', '.join(_BY_ELEMENT)} alone; use one of them")
 
     def check_update(self, optimizers: OptimizerList, outside: str) -> None:
         """Refuse optimizers that update outside of the graph, of which `outside` is the reason."""
@@ -221,16 +237,13 @@ def check_root(model: nn.Module) -> None:
 
 def _check_group(group: fsdp.FsdpGroup) -> None:
     """Refuse what a step would do otherwise than FSDP2 was told to."""
-    policy = group.policy
     _refuse(group, [
         (group.process_group is None or group.mesh_dims != 1,
          "over a mesh of two dimensions (HSDP), or over none, and a training step is over one; give it a mesh of one dimension"),
         (group.offloads, "with CPUOffloadPolicy, and a training step runs where its parameters are; leave offload_policy out"),
         (not isinstance(group.reshards, bool),
-         f"with reshard_after_forward={group.reshards}, and a training step keeps whole parameters or drops them: True or False"),
-        (policy.param_dtype is not None or policy.output_dtype is not None,
-         "with a MixedPrecisionPolicy that says in which dtype to compute, and a training step has opt_level= for that; give it "
-         "reduce_dtype alone, and the step opt_level='O2', dtype=...")])
+         f"with reshard_after_forward={group.reshards}, and a training step keeps whole parameters or drops them: True or "
+         "False")])
     _check_settings(group)
     for record in group.params:
         _check_parameter(record, f"a parameter of {_said(group)} (of shape {list(fsdp.whole_size(record))})")

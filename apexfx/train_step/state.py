@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled
+from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled, sharded_like
 from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
@@ -185,7 +185,7 @@ class TrainingState:
         """Return what `StepInputs` has of this."""
         now, sharded = self.now, self._parts.sharded
         params, buffers = (now.params, now.buffers) if sharded is None else sharded.wholes(now.params, now.buffers)
-        return {"params": params, "buffers": buffers,
+        return {"params": params, "dtypes": [p.dtype for p in now.params] if now.buffers else [], "buffers": buffers,
                 "accumulated": [id(p) in self.accumulated for p in now.params] if now.buffers else [],
                 "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
                 "slots": now.tensors, "scale": self._parts.scale, "calls": self._parts.options.accumulate,
@@ -292,7 +292,7 @@ class TrainingState:
             self._drop_gradients()  # what no graph computed now is not to be applied
             left = iter(_unshared(gradients))
             for p, here in zip(now.params, present):
-                p.grad = next(left) if here else None
+                p.grad = sharded_like(next(left), p) if here else None
         if now.optimizer is not None:
             self._note_updated(now.params if all(present) else [p for p, here in zip(now.params, present) if here])
             return

@@ -82,7 +82,8 @@ class TrainStep:
         trained = trained_parameters(model, objective_modules, optimizers)
         half = config.half_dtype(p.device for p in model.parameters())
         casts_to = half if config.level.half_parameters else None
-        in_float16 = config.level.casts and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
+        in_float16 = config.level.casts and half == torch.float16 or any(p.dtype == torch.float16 for p in trained) \
+            or sharded is not None and sharded.in_float16
         device = trained[0].device
         scales = options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None
         each = in_order(options, scales, optimizers.clipping(options.max_grad_norm))
@@ -384,7 +385,7 @@ class TrainStep:
 
         Raises:
             RuntimeError: the step averages nothing, or a previous step failed after it had modified state.
-            TypeError: the model holds what cannot be copied.
+            TypeError: the model holds what cannot be copied, as one under `fully_shard`.
         """
         slots = self._parts.slots
         if AVERAGE not in slots:

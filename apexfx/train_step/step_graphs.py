@@ -244,7 +244,7 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
     index.add_parameters(model.objective_modules.named_tensors()[0])
     compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None, index=index,
                             on_run=_nothing, on_communication=_nothing, on_loss=_nothing, reduce_gradients=False, traces=True)
-    inputs = StepInputs(model.model, objective, params, buffers=[], accumulated=[], means=None, slots=[],
+    inputs = StepInputs(model.model, objective, params, dtypes=[], buffers=[], accumulated=[], means=None, slots=[],
                         scale=scale, calls=calls, group=None, divisor=1, plan="")
     return trace(run_gradients, compiler, model, inputs, batch, named)
 

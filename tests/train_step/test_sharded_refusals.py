@@ -86,14 +86,22 @@ MODELS = {
     "unused": (lambda: changed("set_reduce_scatter_unused_params", True), "set_reduce_scatter_unused_params"),
     "sums": (lambda: changed("set_force_sum_reduction_for_comms", True), "set_force_sum_reduction_for_comms"),
     "hook": (lambda: changed("set_all_reduce_hook", lambda x: None), "FSDP2's own communication"),
-    "mixed precision": (lambda: shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "opt_level='O2', dtype="),
-    "output_dtype": (lambda: shard(mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16)), "opt_level='O2', dtype="),
     "complex": (lambda: shard(Net(torch.complex64)), "complex"),
 }
+
+
+class Centralized(apexfx.Part):
+    """Reads whole gradients."""
+
+    def apply(self, end):
+        end.set_gradients([g - g.mean() for g in end.gradients()])
+
+
 OPTIONS = {
-    "ddp": {"ddp": True}, "ema": {"ema": apexfx.EMA(0.9)}, "record_dir": {"safeguard": apexfx.Safeguard(record_dir="bundles")},
+    "ddp": {"ddp": True}, "Centralized": {"parts": [Centralized()]},
+    "record_dir": {"safeguard": apexfx.Safeguard(record_dir="bundles")},
     "replica_check_interval": {"safeguard": apexfx.Safeguard(replica_check_interval=2)},
-    "keep_grads": {"keep_grads": True}, "fallback": {"fallback": "transform"}, "sync_bn": {"sync_bn": True},
+    "fallback": {"fallback": "transform"},
     "cudagraphs": {"inner": "cudagraphs"}, "verify": {"verify": "each"}, "opt_level": {"opt_level": "O3"},
     "gather_shards": {"skip": ("gather_shards",)},
 }
@@ -128,6 +136,13 @@ def test_what_is_not_there_for_sharded_models_is_refused(name):
         optimizer = OPTIMIZERS[name](model) if name in OPTIMIZERS else None
         with pytest.raises(ValueError, match=rf"apexfx: .*{name}.*fully_shard\(\)"):
             make(model, optimizer, **OPTIONS.get(name, {}))
+
+
+@pytest.mark.parametrize("kind, option", [("param_dtype", {"opt_level": "O1"}), ("output_dtype", {"opt_level": "O2"}),
+                                          ("param_dtype", {"precision": {"head": "half"}})])
+def test_what_is_computed_in_is_said_once(kind, option):
+    with fake_process_group(4), pytest.raises(ValueError, match="MixedPrecisionPolicy that says in which dtypes to compute, too"):
+        make(shard(mp_policy=MixedPrecisionPolicy(**{kind: torch.bfloat16})), **option)
 
 
 def test_transform_says_that_train_step_does_it():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._torch import under_fully_shard
 from ...config import is_number
 from ...optimizers.end_of_step import EndOfStep
 from .part import Part, Slot
@@ -29,7 +30,7 @@ class EMA(Part):
     """
 
     decay: float = 0.9999
-    place = "after_update"
+    place, by_element = "after_update", True
 
     def __post_init__(self) -> None:
         if not is_number(self.decay) or not 0 <= self.decay < 1:
@@ -86,6 +87,9 @@ def averaged_model(model: nn.Module, averages: Mapping[Tensor, Tensor], counts: 
     Raises:
         TypeError: it holds what cannot be copied.
     """
+    if under_fully_shard([model]):
+        raise TypeError("apexfx: step.ema_model copies the model, which torch does not for one under fully_shard(); load "
+                        "step.state_dict()['ema']['averages'] into another one that is sharded alike")
     copied: dict[int, Any] = {}  # by id, what `deepcopy` takes
     for p in model.parameters():
         if p in averages:

@@ -43,6 +43,10 @@ class Own(Part):
     def reads_norms(self) -> bool:
         return self.part.reads_norms
 
+    @property
+    def by_element(self) -> bool:
+        return self.part.by_element
+
     def slots(self) -> Sequence[Slot]:
         return [dataclasses.replace(slot, saved=("parts", slot.name)) for slot in self.part.slots()]
 
