@@ -95,7 +95,7 @@ def test_running_statistics_that_come_to_lie_otherwise_behind_capture_are_refuse
         step(x)
 
 
-def test_a_batch_that_comes_to_lie_beside_a_part_of_what_the_forward_writes_is_refused():
+def test_what_comes_to_lie_beside_a_part_of_what_the_forward_writes_or_apart_from_it_is_refused():
     class Table(nn.Linear):
         def forward(self, x):
             self.table.add_(1)
@@ -110,6 +110,9 @@ def test_a_batch_that_comes_to_lie_beside_a_part_of_what_the_forward_writes_is_r
     step(x)
     with pytest.raises(ValueError, match="share memory that the forward writes"):
         step(model.table[8:].view(2, 4))
+    model.part.data = model.part.data.clone()  # while all that is written stays where it is
+    with pytest.raises(ValueError, match="'part' and 'table' no longer share|'table' and 'part' no longer share"):
+        step(x)
 
 
 def test_state_that_comes_to_lie_in_other_state_is_refused():
