@@ -25,3 +25,9 @@ def forked_random(devices: Sequence[torch.device | int] = ()) -> Iterator[None]:
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(of_numpy)
+
+
+def places_in_random() -> tuple[object, object]:
+    """Return where the generators of Python's `random` and of NumPy are: other places where something was drawn."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()[2:]

@@ -31,6 +31,10 @@ class NotTraceable(Exception):
     """A program does what a graph does not hold; the message says what."""
 
 
+def _says(answer: bool) -> Callable[[Any], bool]:
+    return lambda _: answer
+
+
 class Number:
     """What computes a `torch.SymFloat`: `tensor` is its value in the trace, or a constant, and `host` computes it, if it can.
 
@@ -40,26 +44,8 @@ class Number:
     def __init__(self, trace: Recorder, tensor: Tensor | float, host: Host | None = None) -> None:
         self.trace, self.tensor, self.host = trace, tensor, host
 
-    def is_int(self) -> bool:
-        return False
-
-    def is_float(self) -> bool:
-        return True
-
-    def is_bool(self) -> bool:
-        return False
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def is_constant(self) -> bool:
-        return False
-
-    def has_hint(self) -> bool:
-        return False
+    is_float = is_symbolic = _says(True)
+    is_int = is_bool = is_nested_int = is_constant = has_hint = _says(False)
 
     def clone(self) -> Number:
         return self
@@ -100,15 +86,14 @@ class Number:
     def sym_float(self) -> Number:
         return self
 
+    def bool_(self) -> bool:
+        return self.ne(self.wrap_float(0.0)).bool_()
+
 
 class Condition(Number):
     """What computes a `torch.SymBool`."""
 
-    def is_float(self) -> bool:
-        return False
-
-    def is_bool(self) -> bool:
-        return True
+    is_float, is_bool = _says(False), _says(True)
 
     def bool_(self) -> bool:
         return self.trace.decide(self)
@@ -305,9 +290,12 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             if args[0].dtype == torch.bool:
                 return torch.SymBool(Condition(self, args[0]))
-            return self.symbolic(args[0])
+            with self:  # by no view, of which each is another tensor
+                return self.symbolic(aten.view_copy.default(args[0], []) if args[0].dim() else args[0])
         if func in _SAME:
             return args[0]
+        if func._schema.is_mutable:  # what functionalization has left
+            raise NotTraceable(f"writes by {func} what is neither a parameter nor state of one")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotTraceable(f"draws random numbers ({func})")
         if any(isinstance(leaf, torch.SymFloat) for leaf in tree_leaves((args, kwargs))) or _is_of_counts(func, args):

@@ -28,11 +28,13 @@ from .._torch import (
     not_compiling,
     plain_step,
     sharded_like,
+    storage_address,
     tree_flatten,
     tree_leaves,
     tree_map,
     tree_unflatten,
 )
+from ..random_state import forked_random, places_in_random
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_of_numbers
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
@@ -66,7 +68,7 @@ def signature(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states
     """Return what a trace follows from, to be compared by its text: numbers of the graph are left out."""
     changing = {place[:2] for place in numbers.values()}
     places = {id(p): place for place, p in enumerate(params)}
-    groups = [[(k, "changes" if (place, k) in changing else _comparable(v)) for k, v in group.items() if k != "params"]
+    groups = [[(k, "changes" if (place, k) in changing else _comparable(v, True)) for k, v in group.items() if k != "params"]
               + [places.get(id(p)) for p in group["params"]] for place, group in enumerate(optimizer.param_groups)]
     attributes = [(k, _comparable(v)) for k, v in _attributes(optimizer).items()]
     held = [[(k, _comparable(v)) for k, v in state.items()] for state in states]
@@ -74,13 +76,14 @@ def signature(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states
             [type(read_number(optimizer.param_groups, place)).__name__ for place in numbers.values()])
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: Any, values: bool = False) -> Any:
+    """Return what is written alike where a trace is alike; `values` for what has those of its tensors of one number."""
     if isinstance(value, Tensor):
-        return _kind(value), value.stride()
+        return _kind(value), value.stride(), *([value.item()] if values and value.numel() == 1 else [])
     if isinstance(value, (list, tuple)):
-        return [_comparable(each) for each in value]
+        return [_comparable(each, values) for each in value]
     if isinstance(value, dict):
-        return [(k, _comparable(v)) for k, v in value.items()]
+        return [(k, _comparable(v, values)) for k, v in value.items()]
     return value if isinstance(value, (*_NUMBERS, str, torch.dtype, type(None))) else id(value)
 
 
@@ -117,6 +120,8 @@ class StepTrace:
         self._trees = [tree for _, tree in flat]
         self._leaves = [[_fake(self._mode, leaf, None) for leaf in leaves] for leaves, _ in flat]
         self._others = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
+        if names := [k for k, v in self._others.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(v))]:
+            raise NotTraceable(f"keeps tensors in its state that are of no parameter: {names[0]!r}")
         self._shared = dict(shared)
         self._held = [(p, place) for p, leaves in enumerate(self._leaves) for place, leaf in enumerate(leaves)
                       if isinstance(leaf, Tensor) and (p, place) not in self._shared]
@@ -124,7 +129,7 @@ class StepTrace:
         self.guards: list[tuple[Host, bool]] = []
         graph, _ = self.graph((True,) * len(params))
         self.num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
-        layout = [(tuple(p.shape), p.stride(), p.dtype) for p in self._params], self._held, self._shared, self.numbers
+        layout = _comparable([self._params, self._leaves]), self._held, self._shared, self.numbers
         self.digest = hashlib.sha256(f"{graph.code}{layout}".encode()).hexdigest()[:16]
 
     def held_of(self, states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, Tensor]]:
@@ -146,8 +151,12 @@ class StepTrace:
         """Return the graph in which these parameters have a gradient, and what it writes."""
         if present not in self._graphs:
             try:
-                with not_compiling(), self._mode, torch.no_grad():
-                    self._graphs[present] = self._traced(present)
+                with not_compiling(), forked_random(), self._mode, torch.no_grad():
+                    places = places_in_random()
+                    traced = self._traced(present)
+                    if places_in_random() != places:
+                        raise NotTraceable("draws random numbers of Python")
+                    self._graphs[present] = traced
             except SharedDiffer:
                 raise
             except Exception as error:
@@ -213,6 +222,8 @@ class StepTrace:
         ordered = [new[p][place] for p, place in (*self._held, *self._shared)]
         if not all(isinstance(leaf, Tensor) for leaf in ordered):
             raise NotTraceable("puts something else in the place of a tensor of its state")
+        if len({storage_address(tensor.untyped_storage()) for tensor in (*params, *ordered)}) < len(params) + len(ordered):
+            raise NotTraceable("has one tensor in two places of its state and parameters after it")
         return [*params, *ordered]
 
     def _symbolic(self, recorder: Recorder, place: Place, scalar: Tensor) -> Any:
@@ -324,13 +335,16 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     makers, states = _MAKERS.setdefault(optimizer, {}), []
     for source in params:
-        if (held := optimizer.state.get(source)) and not anew:
+        held = optimizer.state.get(source, {})
+        if not isinstance(held, dict):
+            raise NotTraceable(f"keeps {type(held).__name__} for a parameter, expected a dict")
+        if held and not anew:
             states.append(dict(held))
             continue
         dtype = half if half is not None and source.dtype == torch.float32 else source.dtype
         group = {k: v for k, v in group_of[id(source)].items() if k != "params"}
-        with torch.no_grad(), torch.random.fork_rng(), not_compiling():
-            p = local_rows(source).detach().to(dtype)
+        p = local_rows(source).detach().to(dtype)
+        with torch.no_grad(), forked_random([p.device] if p.is_cuda else []), not_compiling():
             step = functools.partial(_first_step, type(optimizer), attributes, group)
             try:
                 kind = dtype, p.shape, p.stride(), p.device, _frozen(group), _frozen(attributes)
@@ -352,8 +366,13 @@ def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, An
     p.grad = grad.clone()
     groups = [{**{k: _copied(v) for k, v in group.items()}, "params": [p]}]
     torch.manual_seed(0)
+    places = places_in_random()
     with patch.object(muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient):  # which its state does not follow from
-        plain_step(cls)(shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))
+        plain_step(cls)(shadow := shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))
+    if places_in_random() != places:
+        raise NotTraceable("draws random numbers of Python")
+    if others := [key for key in shadow.state if key is not p]:
+        raise NotTraceable(f"keeps in its state what is of no parameter: {others[0]!r}")
     return [p, *tree_leaves(held)]
 
 
@@ -430,7 +449,7 @@ def shadow_of(cls: type, attributes: Mapping[str, Any], groups: list[dict[str, A
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer keeps beside groups and state; hooks of torch's are none of it."""
     return {k: {} if k.startswith("_optimizer_") else v for k, v in vars(optimizer).items()
-            if k not in ("param_groups", "state", "step")}
+            if k not in ("param_groups", "state", "step", "_opt_called")}
 
 
 def _is_plain(value: Any) -> bool:
@@ -444,7 +463,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if type(value) in (dict, list, set) else value
+    return value.copy() if type(value) in (dict, list, set) else value.clone() if isinstance(value, Tensor) else value
 
 
 def _facts(shadow: torch.optim.Optimizer) -> dict[str, Any]:
@@ -452,7 +471,8 @@ def _facts(shadow: torch.optim.Optimizer) -> dict[str, Any]:
     facts = {f"self.{k}": _copied(v) for k, v in vars(shadow).items() if k not in ("param_groups", "state")}
     for place, group in enumerate(shadow.param_groups):
         facts.update((f"{k!r} of group {place}", _copied(v)) for k, v in group.items() if k != "params")
-    for place, held in enumerate(shadow.state.values()):
+    facts.update((f"{k!r} of its state", _copied(v)) for k, v in shadow.state.items() if not isinstance(k, Tensor))
+    for place, held in enumerate(held for k, held in shadow.state.items() if isinstance(k, Tensor)):
         leaves = tree_flatten(dict(held) if isinstance(held, dict) else held)[0]
         facts.update((f"number {number} of the state of parameter {place}", leaf) for number, leaf in enumerate(leaves)
                      if isinstance(leaf, _NUMBERS) or isinstance(leaf, torch.SymFloat))

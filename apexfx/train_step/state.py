@@ -309,7 +309,7 @@ class TrainingState:
         slots = named_slots(slots_of(now.rows_outside), [row.tensor for row in now.rows_outside])
         end = EndOfStep(now.params, [p.grad for p in now.params], slots)
         masters = {id(p): held["master_param"] for each in self._parts.optimizers for p, held in each.state.items()
-                   if "master_param" in held}
+                   if isinstance(held, dict) and "master_param" in held}
         end.updated = [masters.get(id(p), p) for p in now.params]
         for part in now.follows:
             part.apply(end)

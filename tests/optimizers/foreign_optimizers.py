@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import torch
 from torch.optim import Optimizer
@@ -117,6 +118,154 @@ class OfParameter(Foreign):
         p.copy_(state["double"].to(p.dtype).lerp(state["first"], 0.1) * (1 - group["lr"] * state["norm"]) + state["zeros"])
 
 
+class Sophia(Foreign):
+    def init(self, p, state):
+        state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), hessian=torch.zeros_like(p))
+
+    def update(self, p, g, state, group):
+        state["step"] += 1
+        state["exp_avg"].mul_(0.9).add_(g, alpha=0.1)
+        state["hessian"].mul_(0.99).addcmul_(g, g, value=0.01)
+        ratio = (state["exp_avg"].abs() / (0.2 * state["hessian"] + 1e-15)).clamp(None, 1)
+        p.mul_(1 - group["lr"] * group["weight_decay"]).addcmul_(state["exp_avg"].sign(), ratio, value=-group["lr"])
+
+
+class AdaBelief(Foreign):
+    def init(self, p, state):
+        state.update(step=torch.tensor(0), exp_avg=torch.zeros_like(p), exp_avg_var=torch.zeros_like(p))
+
+    def update(self, p, g, state, group):
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        state["exp_avg"].mul_(beta1).add_(g, alpha=1 - beta1)
+        residual = g - state["exp_avg"]
+        state["exp_avg_var"].mul_(beta2).addcmul_(residual, residual, value=1 - beta2).add_(1e-16)
+        step = state["step"].item()
+        p.addcdiv_(state["exp_avg"], state["exp_avg_var"].sqrt().div_(math.sqrt(1 - beta2**step)).add_(1e-8),
+                   value=-group["lr"] / (1 - beta1**step))
+
+
+class Lookahead(Foreign):
+    """Goes back to slow weights each third step, by a count that is a tensor."""
+
+    def init(self, p, state):
+        state.update(step=torch.zeros(1), exp_avg=torch.zeros_like(p), slow=p.detach().clone())
+
+    def update(self, p, g, state, group):
+        state["step"] += 1
+        p.add_(state["exp_avg"].lerp_(g, 0.1), alpha=-group["lr"])
+        if state["step"].item() % 3 == 0:
+            p.copy_(state["slow"].add_(p - state["slow"], alpha=0.5))
+
+
+class Adafactor(Foreign):
+    def init(self, p, state):
+        state.update(step=torch.tensor(0.0), RMS=torch.tensor(0.0), row=torch.zeros(p.shape[:-1]),
+                     col=torch.zeros(p.shape[:-2] + p.shape[-1:]))
+
+    def update(self, p, g, state, group):
+        state["step"] += 1
+        state["RMS"] = p.norm(2) / p.numel() ** 0.5
+        step = state["step"].item()
+        beta2 = 1 - step**-0.8
+        state["row"].mul_(beta2).add_((g**2 + 1e-30).mean(-1), alpha=1 - beta2)
+        state["col"].mul_(beta2).add_((g**2 + 1e-30).mean(-2), alpha=1 - beta2)
+        update = (state["row"] / state["row"].mean(-1, keepdim=True)).rsqrt_().unsqueeze(-1) * state["col"].rsqrt() * g
+        update.div_((update.norm(2) / update.numel() ** 0.5).clamp_(min=1.0))
+        p.add_(-update * state["RMS"].clamp(min=1e-3) * min(group["lr"], 1 / math.sqrt(step)))
+
+
+class Tiger(Foreign):
+    def update(self, p, g, state, group):
+        update = torch.sign(state["exp_avg"].mul_(0.9).add_(g, alpha=0.1))
+        p.data.add_(update.add(p.data, alpha=group["weight_decay"]), alpha=-group["lr"])
+
+
+class Masked(Foreign):
+    """Has state that torch casts where it is loaded, and swaps two of its tensors."""
+
+    def init(self, p, state):
+        state.update(mask=p > 0, a=torch.zeros_like(p), b=torch.ones_like(p))
+
+    def update(self, p, g, state, group):
+        state["a"], state["b"] = state["b"], state["a"]
+        state["a"].lerp_(g, 0.1)
+        p.add_((state["a"] + state["b"]) * state["mask"], alpha=-group["lr"])
+
+
+class OneVector(Foreign):
+    """Has its moments in one vector, and updates views."""
+
+    def init(self, p, state):
+        state["moments"] = torch.zeros(p.numel() * 2)
+
+    def update(self, p, g, state, group):
+        first, second = state["moments"].chunk(2)
+        first.mul_(0.9).add_(g.flatten(), alpha=0.1)
+        second.mul_(0.9).addcmul_(g.flatten(), g.flatten(), value=0.1)
+        p.view(-1).addcdiv_(first, second.sqrt().add_(1e-8), value=-group["lr"])
+
+
+class Nested(Foreign):
+    def init(self, p, state):
+        state.update(moments={"first": torch.zeros_like(p), "second": torch.zeros_like(p)}, beta=0.9)
+
+    def update(self, p, g, state, group):
+        moments = state["moments"]
+        moments["first"].lerp_(g, 1 - state["beta"])
+        moments["second"].addcmul_(g, g)
+        p.addcdiv_(moments["first"], moments["second"].sqrt() + 1e-8, value=-group["lr"])
+
+
+class OfAllNorms(Foreign):
+    """Divides by the norm of all gradients, of one element, which the host reads."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        norm = torch.zeros(1)
+        params = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for _, p in params:
+            norm.add_(p.grad.pow(2).sum())
+        norm = torch.sqrt(norm).item()
+        for group, p in params:
+            p.sub_(group["lr"] * (p.grad / norm if norm > 0.1 else p.grad))
+
+
+class Foreach(Foreign):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in params]
+            for p, state in zip(params, states):
+                state.setdefault("exp_avg", torch.zeros_like(p))
+                state.setdefault("step", torch.zeros(()))
+            torch._foreach_add_([state["step"] for state in states], 1)
+            torch._foreach_lerp_([state["exp_avg"] for state in states], [p.grad for p in params], 0.1)
+            updates = torch._foreach_sign([state["exp_avg"] for state in states])
+            torch._foreach_div_(updates, [1 - 0.9 ** state["step"].item() for state in states])
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+class Cautious(torch.optim.AdamW):
+    """A subclass that writes gradients in front of the step that it has from torch."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.clamp_(-0.1, 0.1)
+                    p.grad = p.grad * 2
+        return super().step()
+
+
+class Scaled(Foreign):
+    def update(self, p, g, state, group):
+        p.sub_(g * group["scale"], alpha=group["lr"])
+
+
 # ---- what no graph holds ----------------------------------------------------------------------------------------------------
 
 
@@ -149,3 +298,121 @@ class Lazy(Foreign):
             return
         state["exp_avg"].lerp_(g, 0.1)
         p.add_(state["exp_avg"], alpha=-group["lr"])
+
+
+class Int(Foreign):
+    """Counts as most packages do: RAdam, AdaBelief, Adafactor of transformers, CAME, LAMB."""
+
+    def init(self, p, state):
+        state["step"] = 0
+
+    def update(self, p, g, state, group):
+        state["step"] += 1
+        p.sub_(group["lr"] * g / math.sqrt(state["step"]))
+
+
+class ScheduleFree(Foreign):
+    def begin(self, group):
+        self.k = group["k"] = group.get("k", 0) + 1
+
+    def init(self, p, state):
+        state["z"] = p.clone()
+
+    def update(self, p, g, state, group):
+        p.lerp_(end=state["z"], weight=1 / group["k"]).add_(g, alpha=-group["lr"])
+        state["z"].sub_(g, alpha=group["lr"])
+
+
+class Prodigy(Foreign):
+    def init(self, p, state):
+        state["first"] = p.detach().clone()
+
+    def update(self, p, g, state, group):
+        group["d"] = max(group.get("d", 1e-3), (g * (state["first"] - p)).sum().item())
+        p.sub_(g, alpha=group["lr"] * group["d"])
+
+
+class LAMB(Foreign):
+    """Branches by each parameter."""
+
+    def update(self, p, g, state, group):
+        p_norm, g_norm = p.pow(2).sum().sqrt(), g.pow(2).sum().sqrt()
+        p.add_(g * (1 if p_norm == 0 or g_norm == 0 else p_norm / g_norm), alpha=-group["lr"])
+
+
+class Wrapped(Foreign):
+    """Has another optimizer that updates, as Lookahead of most packages."""
+
+    def __init__(self, params, **others):
+        super().__init__(params, **others)
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.01)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+class OfGroup(Foreign):
+    """Has a running norm in the group, which it writes in place."""
+
+    def __init__(self, params, **others):
+        super().__init__(params, **others)
+        for group in self.param_groups:
+            group["norm"] = torch.zeros(())
+
+    def begin(self, group):
+        group["norm"].mul_(0.9).add_(torch.stack([p.grad.norm() for p in group["params"]]).norm())
+
+    def update(self, p, g, state, group):
+        p.sub_(group["lr"] * g / group["norm"])
+
+
+class OfNone(Foreign):
+    """Has a count in its state that is of no parameter."""
+
+    def begin(self, group):
+        if "n" not in self.state:
+            self.state["n"] = torch.zeros(())
+        self.state["n"].add_(1)
+
+    def update(self, p, g, state, group):
+        p.sub_(group["lr"] * g / self.state["n"].sqrt())
+
+
+class Aliased(Foreign):
+    """Makes one of two tensors of its state."""
+
+    def init(self, p, state):
+        state.update(a=torch.zeros_like(p), b=torch.zeros_like(p))
+
+    def update(self, p, g, state, group):
+        state["a"].add_(g)
+        p.sub_(group["lr"] * (state["a"] + state["b"]))
+        state["b"] = state["a"].view_as(p)
+
+
+class OfParameterAlias(Foreign):
+    def update(self, p, g, state, group):
+        p.data = state["exp_avg"].sub_(g, alpha=group["lr"])
+
+
+class OfPython(Foreign):
+    def update(self, p, g, state, group):
+        p.sub_(group["lr"] * g * random.random())
+
+
+class Bare(Foreign):
+    """Keeps a tensor for a parameter, and no dict."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p] = self.state[p] if p in self.state.keys() else torch.zeros_like(p)
+            p.sub_(self.state[p].add_(p.grad))
+
+
+class Quantile(Foreign):
+    """Calls an op that is made of ops that write."""
+
+    def update(self, p, g, state, group):
+        bound = torch.quantile(g.abs().flatten(), 0.9)
+        p.sub_(group["lr"] * g.clamp(-bound, bound))

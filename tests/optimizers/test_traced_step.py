@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import re
 
 import pytest
@@ -17,6 +18,7 @@ from tests.train_step.test_step import ROUNDING
 
 import apexfx  # isort: skip
 from apexfx.optimizers import traced_step  # isort: skip
+from apexfx.optimizers.update_rules import traced_update, unsupported_reason  # isort: skip
 
 CASES = [
     *((kind, {"foreach": foreach}, {"maximize": True})
@@ -25,7 +27,9 @@ CASES = [
     (optim.RAdam, {"foreach": True}, {"weight_decay": 0.1}),
     (optim.RMSprop, {"foreach": True, "centered": True}, {"momentum": 0.9}),
     *((kind, {}, {"weight_decay": 0.0}) for kind in (
-        foreign.Lion, foreign.Signum, foreign.LARS, foreign.KellersMuon, foreign.Shampoo, foreign.Clipped, foreign.OfParameter)),
+        foreign.Lion, foreign.Signum, foreign.LARS, foreign.KellersMuon, foreign.Shampoo, foreign.Clipped, foreign.OfParameter,
+        foreign.Sophia, foreign.AdaBelief, foreign.Lookahead, foreign.Adafactor, foreign.Tiger, foreign.Masked, foreign.OneVector,
+        foreign.Nested, foreign.OfAllNorms, foreign.Foreach, foreign.Cautious)),
 ]
 
 
@@ -64,10 +68,30 @@ def test_a_clipped_update_is_that_of_clipped_gradients(case):
     assert_same(model.state_dict(), reference.state_dict(), **tolerance)
 
 
-@pytest.mark.parametrize("kind, reason", [
+REFUSED = [
     (foreign.Host, r"needs a number on the host.*foreign_optimizers.py:\d+: p.add_\(g, alpha=-float"),
     (foreign.Noise, "draws random numbers .aten.randn_like"), (foreign.OfItself, "counts in Python: self.calls"),
-    (foreign.Lazy, "has a first step of its own")])
+    (foreign.Lazy, "has a first step of its own"), (foreign.Int, "counts in Python: number 0 of the state of parameter 0"),
+    (foreign.ScheduleFree, "counts in Python: self.k"), (foreign.Prodigy, "counts in Python: 'd' of group 0"),
+    (foreign.LAMB, "branches on what the graph computes, more than twice"),
+    (foreign.Wrapped, "may use what it keeps beside its state: self.inner"),
+    (foreign.OfGroup, r"writes by aten.mul_.Tensor what is neither a parameter nor state of one.*group\[.norm.\]"),
+    (foreign.OfNone, "keeps in its state what is of no parameter: 'n'"), (foreign.Aliased, "has one tensor in two places"),
+    (foreign.OfParameterAlias, "has one tensor in two places"), (foreign.OfPython, "draws random numbers of Python"),
+    (foreign.Bare, "raises AttributeError"), (foreign.Quantile, "writes by aten.ceil_.default")]
+
+
+@pytest.mark.parametrize("kind, reason", REFUSED, ids=lambda each: getattr(each, "__name__", ""))
+def test_what_no_graph_holds_is_refused_by_its_line_and_nothing_of_it_is_changed(kind, reason):
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.01)
+    before, random_state = copy.deepcopy((model.state_dict(), optimizer.state_dict())), random.getstate()
+    assert re.search(reason, unsupported_reason(optimizer))
+    assert_same(before, (model.state_dict(), optimizer.state_dict()))
+    assert random.getstate() == random_state
+
+
+@table(1, "kind, reason", REFUSED)
 def test_what_no_graph_holds_runs_outside_of_it_and_the_report_has_the_line(kind, reason):
     model, reference = Net(), Net()
     optimizer, theirs = (kind(each.parameters(), lr=0.01) for each in (model, reference))
@@ -76,8 +100,10 @@ def test_what_no_graph_holds_runs_outside_of_it_and_the_report_has_the_line(kind
     assert re.search(reason, note), note
     for batch in batches(3):
         torch.manual_seed(0)
+        random.seed(0)
         step(*batch)
         torch.manual_seed(0)
+        random.seed(0)
         eager_step(reference, [theirs], *batch)
     assert_same(model.state_dict(), reference.state_dict())
 
@@ -91,3 +117,14 @@ def test_a_first_step_is_done_for_one_parameter_of_a_kind_and_once(monkeypatch):
         states = traced_step.initial_state(optimizer, params)
         assert [state["exp_avg"].shape for state in states] == [p.shape for p in params]
         assert len(steps) == 2 * 4
+
+
+def test_a_number_that_a_group_has_as_a_tensor_is_read_again_where_it_changes():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = foreign.Scaled([p], lr=0.01)
+    optimizer.param_groups[0]["scale"] = torch.tensor(1.0)
+    digests = set()
+    for _ in range(3):
+        digests.add(traced_update(optimizer, {id(p)}, {}, {}).trace.digest)
+        optimizer.param_groups[0]["scale"].mul_(0.5)
+    assert len(digests) == 3
