@@ -58,7 +58,7 @@ SHORT = (  # in order of worth
     "programs.py --programs distillation --rounds 5 --json results/programs.json",
     "derivatives.py --programs forces --rounds 10 --environment ../../build/jax --json results/derivatives.json",
     "first_call.py --rows AdamW --turns 1 --json results/first_call.json",
-    "sharded.py --depth 2 --width 64 --rounds 5",
+    "sharded.py --rounds 10 --json results/sharded.json",
     "xentropy.py --rows 32 --rounds 1",
     "whole_steps.py bert --device cpu --tiny --inner eager --json results/whole_steps_cpu.json",
     "one_rank.py --device cpu --inner eager --json results/one_rank_cpu.json",
@@ -80,9 +80,10 @@ RATIO: dict[str, Callable[[dict[str, Any]], float]] = {
     "jax_step.json": lambda row: row["ratio"],
     "derivatives.json": lambda row: row["ratio"],
     "safeguard.json": lambda row: 1 / row["ratio"],
+    "sharded.json": lambda row: row["ratio"],
     "overlap.json": lambda row: row["alone_ms"] / row["backward_ms"],
 }
-_NAMES = ("family", "model", "name", "row", "variant", "inner", "layers")
+_NAMES = ("family", "model", "name", "row", "link", "variant", "inner", "layers")
 
 
 def ratios(name: str, record: dict[str, Any]) -> dict[str, float]:

@@ -1,22 +1,34 @@
-"""Time a step of a model under fully_shard against FSDP2's own loop, in eager and with compiled blocks.
+"""Time a step of a model under fully_shard against FSDP2's own loop, and tell what a rank holds of it.
 
-    python benchmarks/sharded.py [--depth 6] [--width 192] [--rounds 15] [--json PATH]
+    python benchmarks/sharded.py [--depth 4] [--width 192] [--rounds 15] [--json results/sharded.json]
+    python benchmarks/sharded.py --memory 2 4 --depth 8 --width 512 --batch 32 --json results/sharded_memory.json \\
+        --picture ../docs/sharded_memory.svg
 
-Rows, of a stack of residual blocks in float32, clipping and AdamW (fused in the loops): milliseconds of a step, the median and
-the least over the rounds, on the slowest rank, and how many times as fast as `compiled blocks`. Every variant makes one step in
-turn, in the same processes, so that other work slows them alike.
+Rows, of a stack of residual blocks in float32, clipping and AdamW (fused in the loops): milliseconds of a step, the median over
+the rounds, and how many times as fast as `compiled blocks`, the median over the rounds with the interval that it lies in; of the
+step also how many times as fast as `prefetching`. Every variant makes one step in turn, in the same processes, so that other work
+slows them alike. `gloo`: two ranks of one thread each,
+the slower of them. `link`: one of two ranks behind a simulated link of 250 MB/s (slow_link.py), which takes no processor. There
+is no stream on a CPU, so that FSDP2 waits for each gather and each sum; `prefetching` has it start gathers ahead, as far as its
+API goes (`set_modules_to_forward_prefetch`, `_set_unshard_async_op`).
+
+With --memory: MiB that a rank of so many has more, once model, optimizer and step are there and have made two steps, and what
+`report.memory()` says of it; a picture of that.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import harness
+import slow_link
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,6 +37,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import apexfx
+
+MEGABYTES_PER_S = 250
+BASE, PREFETCHING = "compiled blocks", "compiled blocks, prefetching"
 
 
 class Block(nn.Module):
@@ -36,15 +51,26 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def sharded(depth: int, width: int, *, compiled: bool = False) -> nn.Module:
+def whole(depth: int, width: int) -> nn.Module:
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
-    model = nn.Sequential(nn.Linear(width, width), blocks, nn.Linear(width, 10))
-    for block in blocks:
+    return nn.Sequential(nn.Linear(width, width), blocks, nn.Linear(width, 10))
+
+
+def sharded(depth: int, width: int, *, compiled: bool = False, prefetching: bool = False) -> nn.Module:
+    model = whole(depth, width)
+    for block in model[1]:
         if compiled:
             block.compile()
         fully_shard(block)
-    return fully_shard(model)
+    model = fully_shard(model)
+    if prefetching:
+        model._set_unshard_async_op(True)
+        for block, following in itertools.pairwise((model, *model[1])):
+            block.set_modules_to_forward_prefetch([following])
+        for block, following in itertools.pairwise(reversed(model[1])):
+            block.set_modules_to_backward_prefetch([following])
+    return model
 
 
 def loop_of(model: nn.Module) -> Callable[..., Tensor]:
@@ -61,35 +87,98 @@ def loop_of(model: nn.Module) -> Callable[..., Tensor]:
     return step
 
 
-def step_of(model: nn.Module) -> Callable[..., Tensor]:
+def step_of(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O0", max_grad_norm=1.0)
+    return apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O0", max_grad_norm=1.0, **options)
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of rank 0; every rank has to call it."""
+def batch_of(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    return torch.randn(options.batch, options.width), torch.randint(0, 10, (options.batch,))
+
+
+def measure(options: argparse.Namespace, link: str) -> list[dict[str, Any]]:
+    """Return the rows of one rank; every rank has to call it."""
     sizes = options.depth, options.width
-    steps = {"eager loop": loop_of(sharded(*sizes)), "compiled blocks": loop_of(sharded(*sizes, compiled=True)),
+    steps = {"eager loop": loop_of(sharded(*sizes)), BASE: loop_of(sharded(*sizes, compiled=True)),
+             PREFETCHING: loop_of(sharded(*sizes, compiled=True, prefetching=True)),
              "train_step": step_of(sharded(*sizes))}
-    batch = torch.randn(options.batch, options.width), torch.randint(0, 10, (options.batch,))
-    calls = {name: functools.partial(step, *batch) for name, step in steps.items()}
+    calls = {name: functools.partial(step, *batch_of(options)) for name, step in steps.items()}
     times = harness.interleave(calls, rounds=options.rounds + 3, before=lambda _: dist.barrier())
-    times = {name: harness.slowest(taken[3:]) for name, taken in times.items()}  # the first compile
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
-    return [{"variant": name, "median ms": 1e3 * medians[name], "least ms": 1e3 * min(times[name]),
-             "ratio": medians["compiled blocks"] / medians[name]} for name in steps]
+    times = {name: taken[3:] if dist.get_backend() == "fake" else harness.slowest(taken[3:]) for name, taken in times.items()}
+    rows = []
+    for name, taken in times.items():
+        row = {"link": link, "variant": name, "ms": 1e3 * statistics.median(taken)}
+        for prefix, base in (("", BASE), ("prefetching ", PREFETCHING))[:2 if name == "train_step" else 1]:
+            ratios = harness.interval([base / each for base, each in zip(times[base], taken)])
+            row |= {f"{prefix}{key}": ratio for key, ratio in zip(("low", "ratio", "high"), ratios)}
+        rows.append(row)
+    return rows
+
+
+def measure_behind_link(options: argparse.Namespace) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    slow_link.connect(1e6 * MEGABYTES_PER_S, num_ranks=2)
+    return measure(options, f"{MEGABYTES_PER_S} MB/s")
+
+
+def held(options: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
+    """Return what this rank holds of a model; every rank has to call it."""
+    harness.give_back_memory()
+    warm, batch = step_of(whole(1, 8), ddp=True, inner="eager"), batch_of(options)
+    warm(torch.randn(2, 8), torch.zeros(2, dtype=torch.long))  # imports what compiles
+    before = harness.resident("VmRSS")
+    model = whole(options.depth, options.width) if variant == "ddp=True" else sharded(options.depth, options.width)
+    step = loop_of(model) if variant == "FSDP2's loop" else step_of(model, ddp=variant == "ddp=True", inner="eager")
+    for _ in range(2):
+        step(*batch)
+    gc.collect()
+    resident = (harness.resident("VmRSS") - before) / 2**20
+    row = {"ranks": dist.get_world_size(), "variant": variant, "resident MiB": resident}
+    if variant != "FSDP2's loop":
+        alive = step.report.memory().alive
+        row |= {f"{kind} MiB": alive[kind][-1] / 2**20 for kind in ("parameters", "optimizer state")}
+    return [row]
+
+
+def picture(rows: list[dict[str, Any]]) -> str:
+    """Return an SVG: a bar for each row, of what it is made of where that is known."""
+    kinds = {"parameters": "#0072b2", "optimizer state": "#56b4e9", "all else, or not told apart": "#cccccc"}
+    left, unit, bar = 190, 400 / max(row["resident MiB"] for row in rows), 26
+    parts = []
+    for place, row in enumerate(rows):
+        y, x = 16 + bar * place, left
+        known = {kind: row[f"{kind} MiB"] for kind in ("parameters", "optimizer state") if f"{kind} MiB" in row}
+        parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{row["ranks"]} ranks, {row["variant"]}</text>')
+        for kind, size in (known | {"all else, or not told apart": row["resident MiB"] - sum(known.values())}).items():
+            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{unit * size:.1f}" height="{bar - 8}" fill="{kinds[kind]}"/>')
+            x += unit * size
+        parts.append(f'<text x="{x + 6:.1f}" y="{y + 14}">{row["resident MiB"]:.0f} MiB</text>')
+    below = 24 + bar * len(rows)
+    for place, (kind, colour) in enumerate(kinds.items()):
+        parts.append(f'<rect x="{left + 140 * place}" y="{below}" width="12" height="12" fill="{colour}"/>'
+                     f'<text x="{left + 140 * place + 18}" y="{below + 11}">{kind}</text>')
+    size = f'width="680" height="{below + 24}"'
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">\n'
+            '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n")
 
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    for name, default in (("depth", 6), ("width", 192), ("batch", 256), ("rounds", 15)):
+    for name, default in (("depth", 4), ("width", 192), ("batch", 256), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory", type=int, nargs="+", metavar="RANKS")
+    for name in ("json", "picture"):
+        parser.add_argument(f"--{name}", type=Path)
     options = parser.parse_args()
-    rows = harness.on_ranks(measure, options)
+    if options.memory:
+        rows = [row for num_ranks in options.memory for variant in ("ddp=True", "FSDP2's loop", "train_step")
+                for row in harness.on_ranks(held, options, variant, num_ranks=num_ranks)]
+        if options.picture is not None:
+            options.picture.write_text(picture(rows))
+    else:
+        rows = [*harness.on_ranks(measure, options, "gloo"), *harness.in_new_process(measure_behind_link, options)]
     print(tabulate(rows, headers="keys", floatfmt=".2f"))
-    harness.write_record(options.json, ranks=2, threads=1, depth=options.depth, width=options.width, batch=options.batch,
-                         rows=rows)
+    harness.write_record(options.json, threads=1, depth=options.depth, width=options.width, batch=options.batch, rows=rows)
 
 
 if __name__ == "__main__":

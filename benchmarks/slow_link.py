@@ -1,7 +1,8 @@
 """A process group of one rank behind a simulated slow link: a collective takes latency + bytes / bandwidth, and no CPU.
 
 A thread that sleeps serves the collectives one after the other, as a network serves one communicator. Buffers stay as they are: a
-run measures when communication starts and is waited for, and nothing else.
+run measures when communication starts and is waited for, and nothing else. Of several ranks one is there: gathers and
+reduce_scatters take what a ring sends, and give this rank's part in the place of all.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class SlowLink(dist.ProcessGroup):
 
     Attributes:
         bytes_per_s, latency_s: of the link.
-        busy: (start, end) of every allreduce, in seconds of `time.perf_counter`.
+        busy: (start, end) of every collective, in seconds of `time.perf_counter`.
     """
 
     bytes_per_s = 250e6
@@ -63,9 +64,13 @@ class SlowLink(dist.ProcessGroup):
             self.busy.append((start, time.perf_counter()))
             work.finish()
 
-    def _send(self, tensors: list[torch.Tensor]) -> SlowWork:
-        work = SlowWork(tensors)
-        self._queue.put((work, sum(t.numel() * t.element_size() for t in tensors)))
+    def _send(self, tensors: list[torch.Tensor], whole: list[torch.Tensor] | None = None) -> SlowWork:
+        work, n = SlowWork(tensors), self.size()
+        if whole is None:
+            num_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        else:
+            num_bytes = sum(t.numel() * t.element_size() for t in whole) * (n - 1) // n
+        self._queue.put((work, num_bytes))
         return work
 
     # torch.compile looks into Python that runs below it; a real process group has none.
@@ -77,6 +82,30 @@ class SlowLink(dist.ProcessGroup):
     @torch.compiler.disable
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> SlowWork:
         return self._send(tensors)
+
+    @torch.compiler.disable
+    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor],
+                                         opts: Any = None) -> SlowWork:
+        for output, given in zip(outputs, inputs):
+            for part in output.view(self.size(), *given.shape):
+                if part.data_ptr() != given.data_ptr():
+                    part.copy_(given)
+        return self._send(outputs, outputs)
+
+    @torch.compiler.disable
+    def reduce_scatter_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor],
+                                             opts: Any = None) -> SlowWork:
+        for output, given in zip(outputs, inputs):
+            output.copy_(given.view(self.size(), -1)[self.rank()].view_as(output))
+        return self._send(outputs, inputs)
+
+    @torch.compiler.disable
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> SlowWork:
+        return self.all_gather_single_coalesced([output], [given])
+
+    @torch.compiler.disable
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> SlowWork:
+        return self.reduce_scatter_single_coalesced([output], [given])
 
     # What wrappers need while they are set up is instant.
 
@@ -94,8 +123,6 @@ class SlowLink(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> SlowWork:
         return _at_once([])
 
-    def getSize(self) -> int:
-        return 1
 
     def getBackendName(self) -> str:
         return "slow"
@@ -115,8 +142,8 @@ def _at_once(tensors: Any) -> SlowWork:
     return work
 
 
-def connect(bytes_per_s: float, latency_s: float = 200e-6) -> SlowLink:
-    """Make the slow link the default process group, of one rank, and return it."""
+def connect(bytes_per_s: float, latency_s: float = 200e-6, num_ranks: int = 1) -> SlowLink:
+    """Make the slow link the default process group, and return it."""
     links: list[SlowLink] = []
 
     def create(_store: Any, rank: int, size: int, _timeout: Any) -> SlowLink:
@@ -124,6 +151,7 @@ def connect(bytes_per_s: float, latency_s: float = 200e-6) -> SlowLink:
         return links[-1]
 
     SlowLink.bytes_per_s, SlowLink.latency_s = bytes_per_s, latency_s
-    dist.Backend.register_backend("slow", create, devices=["cpu"])
-    dist.init_process_group("slow", store=dist.HashStore(), rank=0, world_size=1)
+    name = "slow" if num_ranks == 1 else "fake"  # of which nobody asks the other ranks anything
+    dist.Backend.register_backend(name, create, devices=["cpu"])
+    dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=num_ranks)
     return links[0]

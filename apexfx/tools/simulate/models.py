@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._torch import under_fully_shard
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -142,7 +144,7 @@ def load(name: str, batch: int | None = None, *, device: str = "cpu") -> tuple[n
         device: where a model of `MODELS` is made; "meta" takes neither time nor memory.
 
     Raises:
-        ValueError: an unknown name, or a function that is not there or returns something else.
+        ValueError: an unknown name, or a function that is not there or returns something else, or a model under `fully_shard`.
     """
     if name in MODELS:
         entry = MODELS[name]
@@ -162,4 +164,7 @@ def load(name: str, batch: int | None = None, *, device: str = "cpu") -> tuple[n
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         raise ValueError(f"apexfx: {name} returned {type(result).__name__}, expected (model, inputs): a torch.nn.Module and a "
                          "tensor or a tuple of them")
+    if under_fully_shard(result[0].modules()):
+        raise ValueError(f"apexfx: {name} returned a model under fully_shard(), and what is predicted are whole parameters whose "
+                         "gradients an allreduce averages; return it as it is before fully_shard()")
     return result

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from apexfx.config import BucketConfig
 from apexfx.tools.simulate.devices import DEVICES
@@ -15,6 +16,7 @@ from apexfx.tools.simulate.models import load
 from apexfx.tools.simulate.network import PRESETS
 from apexfx.tools.simulate.profile import analytic
 from apexfx.tools.simulate.simulator import Costs, simulate
+from tests.fake_group import fake_process_group
 from tests.test_cli import run as run_command
 
 
@@ -88,6 +90,10 @@ def test_a_function_that_returns_something_else_is_refused(capsys, monkeypatch):
     status, _, err = run(capsys, "--model", "own_models:absent")
     assert status == 2 and "absent" in err
     assert run(capsys, "--model", "own_models:wrong", "--batch", "3")[0] == 2
+    module.sharded = lambda: (fully_shard(nn.Linear(1, 1)), torch.ones(1, 1))
+    with fake_process_group(2):
+        status, _, err = run(capsys, "--model", "own_models:sharded")
+    assert status == 2 and "return it as it is before fully_shard()" in err
 
 
 @pytest.mark.parametrize("arguments, named", [
