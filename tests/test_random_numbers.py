@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import apexfx
+from tests import ways
 from tests.small_models import Model
 from tests.tables import table
-
-WAYS, LEVELS = ("transform", "backend", "step"), ("O0", "O1", "O2", "O3")
+from tests.ways import LEVELS, WAYS
 
 
 def masked(m, x):
@@ -62,29 +61,12 @@ FORMS = {
 
 def trained(way, forward, level="O0", **options):
     """Return the losses of three steps, and the number that the generator gives next."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model = Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8), attention=nn.MultiheadAttention(8, 2, 0.2, batch_first=True),
-                  layer=nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    options = {"opt_level": level, "inner": "eager", **({} if level == "O0" else {"dtype": torch.bfloat16}), **options}
+    def make():
+        return Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8), attention=nn.MultiheadAttention(8, 2, 0.2, batch_first=True),
+                     layer=nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
 
-    def objective(model, x):
-        return model(x).float().pow(2).mean()
-
-    if way == "step":
-        update = apexfx.train_step(model, optimizer=optimizer, objective=objective, **options)
-    else:
-        run = {"eager": lambda: model, "transform": lambda: apexfx.transform(model, **options),
-               "backend": lambda: torch.compile(model, backend="apex", options=options)}[way]()
-
-        def update(x):
-            loss = objective(run, x)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
-    losses = [update(torch.randn(4, 8)).item() for _ in range(3)]
+    losses, _ = ways.trained(way, make, lambda out, x: out.float().pow(2).mean(), (torch.randn(4, 8) for _ in range(3)), level,
+                             **options)
     return losses, torch.rand(()).item()
 
 

@@ -188,14 +188,8 @@ FORMS = {
 ROWS = [(form, way, level) for level in LEVELS for form, ways in zip(FORMS, (WAYS, WAYS[::-1]) * len(FORMS)) for way in ways]
 
 
-@table(3, ("form", "way", "level"), ROWS[:len(FORMS) * len(WAYS):3])
+@table(3, ("form", "way", "level"), ROWS)
 def test_layers_train_behind_a_region_without_gradients(form, way, level):
-    check(way, FORMS[form], level)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("form", "way", "level"), ROWS)
-def test_layers_train_behind_every_region_without_gradients(form, way, level):
     check(way, FORMS[form], level)
 
 
