@@ -60,6 +60,7 @@ _CHANGES = ("tests/train_step/test_missing_gradients.py", "tests/train_step/test
 _PARTS = ("tests/train_step/test_parts.py",)
 _SHARDED = ("tests/distributed/test_sharded.py",)
 _GATHERS = ("tests/passes/test_gather_shards.py",)
+_SHARED_UPDATE = ("tests/distributed/test_sharded_update.py",)
 _BETWEEN_CALLS = ("tests/distributed/test_sharded_between_calls.py",)
 _SHARED = ("tests/train_step/test_shared_memory.py",)
 _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
@@ -290,6 +291,13 @@ FAULTS = (
           "        self.accumulated.rows = rows", "        pass", _BETWEEN_CALLS),
     Fault("earlier gradients are this rank's rows", "passes/gather_shards.py",
           "value(inputs[place]).narrow(0, 0, self.placeholders[place].shape[0])", "value(inputs[place])", _SHARDED),
+    # Of an update that is shared over the ranks.
+    Fault("rows are copied before the update that is in the backward", "passes/update_early.py",
+          "self._waited | copies", "self._waited", _SHARED_UPDATE),
+    Fault("a gather is behind the last update of its bucket", "passes/gather_updated.py",
+          "max(user for rows in members for user in rows.users)", "min(rows for rows in members)", _SHARED_UPDATE),
+    Fault("state that was loaded whole becomes rows", "optimizers/update_rules.py",
+          "= placed(held, p)", "= held", _SHARED_UPDATE),
 )
 
 

@@ -75,8 +75,8 @@ class GatherUpdated(Pass):
             start, *behind = gather
             wholes = [node.args[0] for node in behind if node.target is _COPY]
             own = set(behind)
-            last = max([start, *later[:1],
-                        *(node for whole in wholes for node in readers(whole) if node not in own)])
+            reading = (node for whole in wholes for node in readers(whole) if node not in own)  # late by a plan of one's own
+            last = max([start, *later[:1], *reading])
             for node in reversed(behind):
                 last.append(node)
         self.schedule = windows(gm)
