@@ -48,6 +48,7 @@ SHORT = (  # in order of worth
     "jax_step.py --processes 1 --environment ../../build/jax --json results/jax_step.json",
     "host_time.py --rounds 20",
     "optimizers.py AdamW --parameters 20",
+    "optimizers_traced.py Lion --rounds 20",
     "recurrent.py --steps 20 --rounds 3",
     "gradient_check.py --steps 10",
     "page.py --layers 2 --rounds 2",
