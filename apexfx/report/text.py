@@ -69,7 +69,8 @@ def options_text(config: dict[str, Any]) -> str:
     """Return the options that say what was asked for: "O2, sync_bn, ddp, inner=eager"."""
     shown = [str(config.get("opt_level", "?"))]
     shown += [name for name in ("sync_bn", "ddp", "safeguard") if config.get(name)]
-    named = ("dtype", "inner", "inner_options", "precision", "passes", "skip", "loss_scale", "max_grad_norm", "accumulate")
+    named = ("dtype", "inner", "inner_options", "precision", "passes", "skip", "shard", "loss_scale", "max_grad_norm",
+             "accumulate")
     shown += [f"{name}={config[name]}" for name in named if config.get(name)]
     shown += config.get("parts", ())
     if config.get("verify", "off") != "off":

@@ -37,6 +37,7 @@ def like_ddp(rank, world_size, name, kind, options):
         torch.testing.assert_close(loss, expected, **limits)
     for step in steps:
         step.flush()
+    assert ["shard=optimizer" in repr(step) for step in steps] == [False, True]
     if options.get("ddp") and "loss_scale" not in options:  # a gather has begun while the backward goes on
         code = steps[1].print_readable(print_output=False)
         assert code.index("all_gather_into_tensor") < code.rindex("aten.mm.default")
