@@ -22,7 +22,6 @@ from ..report.records import Artifacts
 from .base import Pass
 from .scatter_gradients import ROWS
 
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _COPY = torch.ops.aten.copy_.default
 
 
@@ -63,9 +62,10 @@ class GatherUpdated(Pass):
     def call(self, gm: fx.GraphModule) -> PassResult:
         buckets: dict[Any, list[fx.Node]] = defaultdict(list)
         for rows in gm.graph.nodes:
-            if ROWS in rows.meta and any(rows in written(user) for user in rows.users):
+            is_gathered = any(WHOLE in user.meta for user in rows.users)
+            if ROWS in rows.meta and not is_gathered and any(rows in written(user) for user in rows.users):
                 buckets[rows.meta[ROWS], value(rows).dtype].append(rows)
-        if not buckets or gm.graph.find_nodes(op="call_function", target=_GATHER):
+        if not buckets:
             return PassResult(gm, False)
         updates = {key: max(user for rows in members for user in rows.users) for key, members in buckets.items()}
         mode = fake_mode(gm.graph)

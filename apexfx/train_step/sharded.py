@@ -136,7 +136,7 @@ class ShardedModel:
             raise ValueError("apexfx: ddp=True was given, and a step of a model under fully_shard() averages gradients anyway; "
                              "leave ddp out")
         safeguard = options.safeguard
-        given = {"fallback": options.fallback, "process_group": config.process_group,
+        given = {"shard": options.shard, "fallback": options.fallback, "process_group": config.process_group,
                  "inner='cudagraphs'": config.inner == "cudagraphs",
                  "verify": config.verify == "each",
                  "replica_check_interval": safeguard is not None and safeguard.replica_check_interval is not None,

@@ -6,11 +6,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
 from torch.distributed import checkpoint
 
 import apexfx
 from tests.distributed.launch import run_ranks
-from tests.distributed.sharded_models import MODELS, batches, plain, whole
+from tests.distributed.sharded_models import MODELS, Net, batches, perceptron, plain, whole
 from tests.fake_group import fake_process_group
 
 OPTIMIZERS = {
@@ -23,12 +26,28 @@ def make(model, optimizer, **options):
     return apexfx.train_step(model, model.loss, optimizer, **{"opt_level": "O0", "inner": "eager", "ddp": True, **options})
 
 
+class Gathers(Net):
+    """A loss of all ranks' outputs, as contrastive ones are."""
+
+    @staticmethod
+    def loss(output, targets):
+        every = functional.all_gather_single(output, 0, dist.group.WORLD)
+        return F.cross_entropy(output, targets) + every.square().mean()
+
+
+def new(name):
+    if name != "gathers":
+        return plain(name)
+    torch.manual_seed(0)
+    return Gathers(perceptron(), perceptron())
+
+
 def like_ddp(rank, world_size, name, kind, options):
     """Train by both; all that there is comes out the same: the bits, where nothing is summed in another order."""
     exact = world_size == 2 and "max_grad_norm" not in options and "safeguard" not in options
     steps = []
     for shard in (None, "optimizer"):
-        model = plain(name)
+        model = new(name)
         optimizer = OPTIMIZERS[kind](p for p in model.parameters() if p.requires_grad)
         steps.append(make(model, optimizer, shard=shard, **options))
     limits = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
@@ -40,7 +59,7 @@ def like_ddp(rank, world_size, name, kind, options):
     assert ["shard=optimizer" in repr(step) for step in steps] == [False, True]
     if options.get("ddp") and "loss_scale" not in options:  # a gather has begun while the backward goes on
         code = steps[1].print_readable(print_output=False)
-        assert code.index("all_gather_into_tensor") < code.rindex("aten.mm.default")
+        assert code.index("all_gather_into_tensor.default(flatten_bucket") < code.rindex("aten.mm.default")
     theirs, ours = (step.model.state_dict() for step in steps)
     torch.testing.assert_close(ours, theirs, **limits)
     for p, own in zip(*(step.model.parameters() for step in steps)):
@@ -56,8 +75,9 @@ ROWS = [(name, "adamw", {}) for name in MODELS if name != "float64"] + [
     ("gpt", "sgd", {"max_grad_norm": 0.05}),
     ("cnn", "adamw", {"sync_bn": True, "opt_level": "O1"}),
     ("gpt", "adamw", {"opt_level": "O2"}),
+    ("mlp", "adamw", {"accumulate": 2}),
     ("few rows", "sgd", {"accumulate": 2, "max_grad_norm": 0.05, "safeguard": True}),
-    ("mlp", "adamw", {"ddp": apexfx.BucketConfig(message_size=60)}),
+    ("gathers", "adamw", {"ddp": apexfx.BucketConfig(message_size=60)}),
 ]
 
 
@@ -91,7 +111,7 @@ def resumed(rank, world_size, folder, every):
     checkpoint.save(trained["optimizer"].state_dict(), checkpoint_id=folder)
     states = [trained[None].state_dict(), trained["optimizer"].state_dict(), trained["optimizer"].state_dict(full=True)]
     held = [None if rank else states[-1]]
-    torch.distributed.broadcast_object_list(held)
+    dist.broadcast_object_list(held)
     assert rank == 0 or states[-1] == {}
     states[-1] = copy.deepcopy(held[0])
     assert all(type(x) is torch.Tensor for p in states[-1]["optimizer"]["state"].values() for x in p.values())
