@@ -21,8 +21,9 @@ faster), the median with its 95 % interval; whether that lies above 1, below, or
 of a large model, ten of a small one, whose weights then stay in the caches as in training. `--memory`: the MiB by which the
 resident set grew over its size after the imports, at its peak in ten steps, in a process of its own whose malloc gives back
 what is freed. `--start N`: seconds from the model to the end of the first step in a new process, or in that of the slowest rank,
-with an empty compile cache ("cold") and once more ("warm"), and this / torch.compile in the same turn (below 1 is faster);
-medians of N turns, and the ratio's lowest and highest. `--json` keeps the rows of other models.
+with an empty compile cache ("cold"), once more ("warm"), and with an empty one and what `torch.compiler.save_cache_artifacts()`
+returned in the first ("portable"), and this / torch.compile in the same turn (below 1 is faster); medians of N turns, and the
+ratio's lowest and highest. `--json` keeps the rows of other models.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from apexfx.tools.simulate.models import resnet50
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Tensor, Tensor], object]
 PEER = "torch.compile"
+STARTS = "cold", "warm", "portable"
 
 
 def perceptron() -> nn.Module:
@@ -119,8 +121,19 @@ def by_hand(wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> Callable[
     return make
 
 
+class Model(nn.Module):
+    """A model as people write it: of one that is a class of torch's own, DDP's forward has Dynamo capture nothing."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 def _over_ranks(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model) if dist.is_initialized() else model
+    return DistributedDataParallel(Model(model)) if dist.is_initialized() else model
 
 
 def transformed(model: nn.Module, options: dict[str, Any], clip: bool) -> Step:
@@ -193,15 +206,24 @@ def measure(name: str, level: str, given: argparse.Namespace) -> list[dict[str, 
     return rows
 
 
-def first_step(name: str, variant: str, level: str, given: argparse.Namespace) -> dict[str, float]:
-    """Return the seconds to the end of the first step, and the peak memory in MiB of ten, of this process."""
+def first_step(name: str, variant: str, level: str, given: argparse.Namespace, portable: str | None) -> dict[str, float]:
+    """Return the seconds to the end of the first step, and the peak memory in MiB of ten, of this process.
+
+    Args:
+        portable: a folder where each rank loads torch's portable caches from, or saves them, if it has saved none there.
+    """
+    caches = Path(portable or os.devnull, str(dist.get_rank() if dist.is_initialized() else 0))
     torch.set_num_threads(given.threads)
     if given.memory:
         harness.give_back_memory()
     before, begin = harness.resident("VmRSS"), time.perf_counter()
+    if loads := caches.exists():
+        torch.compiler.load_cache_artifacts(caches.read_bytes())
     step, batch = build(name, variant, level, given)
     step(*batch)
     seconds = time.perf_counter() - begin
+    if portable and not loads and (saved := torch.compiler.save_cache_artifacts()) is not None:
+        caches.write_bytes(saved[0])
     if dist.is_initialized():
         seconds = harness.slowest([seconds])[0]
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here: compiling has one of its own
@@ -213,7 +235,7 @@ def first_step(name: str, variant: str, level: str, given: argparse.Namespace) -
 def memory(given: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, level, variant in itertools.product(given.models, given.levels, given.variants):
-        _, warm = cold_and_warm(name, variant, level, given)
+        _, warm, _ = first_steps(name, variant, level, given)
         rows.append({"model": label(name, level, given), "variant": variant, "peak MiB": warm["mib"]})
         print(rows[-1], flush=True)
     return rows
@@ -225,11 +247,11 @@ def starts(given: argparse.Namespace) -> list[dict[str, Any]]:
         taken: dict[str, list[list[float]]] = {variant: [] for variant in given.variants}
         for turn in range(given.start):
             for variant in given.variants[turn % len(taken):] + given.variants[:turn % len(taken)]:
-                taken[variant].append([found["seconds"] for found in cold_and_warm(name, variant, level, given)])
+                taken[variant].append([found["seconds"] for found in first_steps(name, variant, level, given)])
                 print(name, level, variant, taken[variant][-1], flush=True)
         for variant, pairs in taken.items():
             row: dict[str, Any] = {"model": label(name, level, given), "variant": variant}
-            for place, kind in enumerate(("cold", "warm")):
+            for place, kind in enumerate(STARTS):
                 ratios = [own[place] / peer[place] for own, peer in zip(pairs, taken[PEER])]
                 row |= {f"{kind} s": statistics.median(pair[place] for pair in pairs), f"{kind} ratio": statistics.median(ratios),
                         f"{kind} low": min(ratios), f"{kind} high": max(ratios)}
@@ -238,13 +260,14 @@ def starts(given: argparse.Namespace) -> list[dict[str, Any]]:
     return [row for row in harness.earlier_rows(given.json, []) if row["model"] not in measured] + rows
 
 
-def cold_and_warm(name: str, variant: str, level: str, given: argparse.Namespace) -> list[dict[str, float]]:
-    """Return what `first_step` does with an empty compile cache, and with what that has left in it."""
+def first_steps(name: str, variant: str, level: str, given: argparse.Namespace) -> list[dict[str, float]]:
+    """Return what `first_step` does in each of `STARTS`."""
     found = []
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        for _ in range(2):
-            arguments = first_step, name, variant, level, given
+    with (tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty,
+          tempfile.TemporaryDirectory() as portable):
+        for cache, caches in zip((folder, folder, empty), (portable, None, portable), strict=True):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+            arguments = first_step, name, variant, level, given, caches
             found.append(harness.on_ranks(*arguments, num_ranks=given.ranks) if given.ranks > 1
                          else harness.in_new_process(*arguments))
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
