@@ -23,11 +23,11 @@ def dtype_of_sum(parameter: Tensor) -> torch.dtype:
 def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
                          weighted: Weighted | None) -> tuple[Tensor | None, tuple[bool, ...]]:
     """Add gradients to those of earlier calls; return the mean of a loss that is one, and which of them there are."""
-    for buffer, gradient in zip(inputs.buffers, grads):
+    for own, gradient in zip(inputs.gradient_sums, grads):
         if weighted is not None:
-            buffer.mul_(weighted.earlier)
+            own.mul_(weighted.earlier)
         if gradient is not None:
-            buffer.add_(gradient)
+            own.add_(gradient)
     if weighted is not None:
         inputs.means.copy_(weighted.sums)
     return weighted and weighted.mean, tuple(g is not None for g in grads)
@@ -35,17 +35,17 @@ def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
 
 def add_accumulated(inputs: StepInputs, grads: Sequence[Tensor | None], weighted: Weighted | None) -> list[Tensor | None]:
     """Return the sums of these gradients, the last ones, and those that were accumulated."""
-    buffers = inputs.buffers if weighted is None else [buffer * weighted.earlier for buffer in inputs.buffers]
-    return [_sum(*each) for each in zip(buffers, inputs.accumulated, grads, inputs.dtypes)]
+    sums = inputs.gradient_sums if weighted is None else [own * weighted.earlier for own in inputs.gradient_sums]
+    return [_sum(*each) for each in zip(sums, inputs.accumulated, grads, inputs.dtypes)]
 
 
-def clear_accumulated(buffers: Sequence[Tensor], means: Tensor | None) -> None:
+def clear_accumulated(gradient_sums: Sequence[Tensor], means: Tensor | None) -> None:
     """Begin anew: what was accumulated is applied, or dropped."""
-    for buffer in (*buffers, *([] if means is None else [means])):
-        buffer.zero_()
+    for own in (*gradient_sums, *([] if means is None else [means])):
+        own.zero_()
 
 
-def _sum(buffer: Tensor, held: bool, gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _sum(earlier: Tensor, held: bool, gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if gradient is None:
-        return buffer.to(dtype, copy=True) if held else None
-    return (buffer + gradient).to(dtype) if held else gradient
+        return earlier.to(dtype, copy=True) if held else None
+    return (earlier + gradient).to(dtype) if held else gradient

@@ -74,7 +74,7 @@ def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str,
     loss, rest, grads, weighted = compute_gradients(inputs, batch, named_inputs)
     if inputs.calls > 1:
         grads = add_accumulated(inputs, grads, weighted)
-        clear_accumulated(inputs.buffers, inputs.means)
+        clear_accumulated(inputs.gradient_sums, inputs.means)
     return loss, rest, weighted and weighted.mean, *apply_gradients(inputs, grads, weighted and weighted.count)
 
 
@@ -95,7 +95,7 @@ def run_update(inputs: StepInputs, present: tuple[bool, ...], is_mean: bool) -> 
         is_mean: whether the losses were each a `Mean`.
     """
     _check_traced()
-    grads = [buffer.to(p.dtype) if here else None for p, buffer, here in zip(inputs.params, inputs.buffers, present)]
+    grads = [total.to(p.dtype) if here else None for p, total, here in zip(inputs.params, inputs.gradient_sums, present)]
     return apply_gradients(inputs, grads, inputs.means[1] if is_mean else None)
 
 

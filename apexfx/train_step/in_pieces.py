@@ -86,7 +86,7 @@ class StepInPieces(StepGraphs):
                 grads = averaged_copies(self._state.now.names, inputs.params, grads, self._parts.options.config.buckets, group)
             if any(g is not None for g in grads):
                 self._state.note_change()
-            clear_accumulated(inputs.buffers, inputs.means)
+            clear_accumulated(inputs.gradient_sums, inputs.means)
             return loss, rest, weighted and weighted.mean, *apply_gradients(inputs, grads, weighted and weighted.count)
 
     def _gradients(self, pieces: _CompiledForward, inputs: StepInputs, batch: tuple[Any, ...],

@@ -18,8 +18,8 @@ class StepInputs:
         objective: `objective(model, *batch, **named)` -> the loss, or (loss, the rest).
         params: what is trained.
         dtypes: of the gradients of these that are applied; [] where no calls accumulate.
-        buffers: the sums of the gradients of earlier calls, one for each of `params`; [] where no calls accumulate.
-        accumulated: for each of `buffers` whether it has a gradient.
+        gradient_sums: what earlier calls have accumulated, one for each of `params`; [] where no calls accumulate.
+        accumulated: for each of these whether it has a gradient.
         means: `StepMean.sums`, of a loss that is a `Mean`; None where no calls accumulate.
         slots: all else that the end of a step reads and writes: an optimizer's state, learning rates, the loss scale.
         scale: of these, what the loss is multiplied with; None where nothing is.
@@ -33,7 +33,7 @@ class StepInputs:
     objective: Callable[..., Any]
     params: list[Tensor]
     dtypes: list[Any]
-    buffers: list[Tensor]
+    gradient_sums: list[Tensor]
     accumulated: list[bool]
     means: Tensor | None
     slots: list[Tensor]

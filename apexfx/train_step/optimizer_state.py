@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
-from operator import is_
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .._torch import has_own_step, has_step_hooks, tensor_version
-from ..optimizers.update_rules import Labels, Option, Placed, TracedUpdate, options_of, schedulable, updates, whole
+from .._torch import tensor_version
+from ..optimizers.update_rules import Labels, Option, Placed, TracedUpdate, options_of, updates, whole
+from .hyperparameters import text_for_number
 from .parts.update import ApplyStep, ApplyUpdate
 from .slots import Row
-
-_END = object()  # of a list, among objects of several
-_PLAIN = (bool, int, float, str, torch.dtype, type(None))  # hyperparameters that are compared by value
 
 
 class OptimizerState:
@@ -59,7 +54,7 @@ class OptimizerState:
             for name, number in update.hyperparameters():
                 scalar = f"{name}_{place}"
                 if isinstance(number, str):
-                    raise _text_for_number(name, number)
+                    raise text_for_number(name, number)
                 if isinstance(number, Tensor) and number.device.type != "cpu":
                     self.scalars[scalar].copy_(number.detach().reshape(()))
                     self._numbers.pop(scalar, None)
@@ -123,93 +118,3 @@ class OptimizerState:
         for number, params in enumerate(apart):
             self.labels.update((p, free + number) for p in params if p in updated)
         return bool(apart)
-
-
-def cycled(optimizers: Iterable[torch.optim.Optimizer]) -> set[Option]:
-    """Return momentum or betas where a scheduler of torch cycles them: OneCycleLR and CyclicLR write the bounds in the group."""
-    return {(optimizer, place, name) for optimizer, each in enumerate(optimizers) for place, group in enumerate(each.param_groups)
-            if "max_momentum" in group for name in ("momentum", "betas") if name in group}
-
-
-def schedulable_options(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Option, Any]:
-    """Return what a schedule may change besides the learning rates, to be compared."""
-    return {(optimizer, place, name): option for optimizer, each in enumerate(optimizers)
-            for place, group in enumerate(each.param_groups) for name, option in schedulable(each, group).items()}
-
-
-class Structure:
-    """What a step's graph and its state follow from, of optimizers: all but the learning rates.
-
-    None of that has a version, so that each call compares it.
-
-    Args:
-        scheduled: as of `OptimizerState`: left out.
-    """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scheduled: Collection[Option] = ()) -> None:
-        self._optimizers = optimizers
-        self._scheduled = [options_of(place, scheduled) for place in range(len(optimizers))]
-        self._facts, self._params = self._facts_now(), [p for each in optimizers for group in each.param_groups
-                                                        for p in group["params"]]
-        self._guarded = self._guarded_now()
-        self._objects = [*self._objects_now()]  # which keeps all of it alive, so that nothing is taken for another in its place
-
-    def has_changed(self, *, cached: bool) -> bool:
-        """Return whether something is not as it was.
-
-        Args:
-            cached: for graphs that were compiled before alone, whose guards see what is of the parameters themselves.
-        """
-        return not all(map(is_, self._objects_now(), self._objects)) or self._facts_now() != self._facts \
-            or not cached and self._guarded_now() != self._guarded
-
-    def _guarded_now(self) -> list[Any]:
-        return [(p.requires_grad, p.dtype, p.device) for p in self._params]
-
-    def _facts_now(self) -> list[Any]:
-        return [part for each, scheduled in zip(self._optimizers, self._scheduled) for part in _facts(each, scheduled)]
-
-    def _objects_now(self) -> Iterator[Any]:
-        """Return parameters by group, and state by name, to be compared by identity: tensors of equal numbers are two.
-
-        No tensors are compared, which a mode would have to forbid: an interrupt may leave it on.
-        """
-        parts: list[Any] = []
-        for each in self._optimizers:
-            parts += (part for group in each.param_groups for part in (group["params"], (_END,)))
-            every = list(each.state.values())
-            held = [of_one for of_one in every if isinstance(of_one, dict)]
-            others = every if len(held) < len(every) else ()  # what an optimizer keeps of itself
-            parts += each.state, chain.from_iterable(held), chain.from_iterable(map(dict.values, held)), others, (_END,)
-        return chain.from_iterable(parts)
-
-
-def _facts(optimizer: torch.optim.Optimizer, scheduled: dict[int, set[str]]) -> list[Any]:
-    facts: list[Any] = [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state)]
-    facts += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
-    for place, group in enumerate(optimizer.param_groups):
-        changing = scheduled.get(place, ())
-        facts.append(id(group))
-        facts += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
-                  if name not in ("lr", "params", "initial_lr") and name not in changing]
-    return facts
-
-
-def check_numbers(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a text in the place of a number, as a file of options has one ("1e-3" is a text in YAML)."""
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            if isinstance(value, str) and isinstance(optimizer.defaults.get(name), (int, float)):
-                raise _text_for_number(name, value)
-
-
-def _text_for_number(name: str, value: str) -> TypeError:
-    return TypeError(f"apexfx: {name} of the optimizer is {value!r} (str), expected a number: float({value!r})")
-
-
-def _comparable(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_comparable, value))
-    if isinstance(value, Tensor):  # on a device, without waiting for it
-        return (id(value), tensor_version(value)) if value.device.type != "cpu" or value.numel() != 1 else float(value)
-    return value if isinstance(value, _PLAIN) else id(value)

@@ -19,9 +19,9 @@ from ..distributed.agreement import Agreement
 from ..graph.shared_memory import overlapping
 from ..optimizers.update_rules import Option
 from ..report.data import Report
+from .hyperparameters import check_numbers
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
-from .optimizer_state import check_numbers
 from .options import StepOptions
 
 

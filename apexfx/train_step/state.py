@@ -21,13 +21,15 @@ from ..optimizers.update_rules import Option
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
 from .components import Components
+from .hyperparameters import cycled, schedulable_options
 from .kept_buffers import KeptBuffers
 from .mean import StepMean
-from .optimizer_state import OptimizerState, Structure, cycled, schedulable_options
+from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import in_order
 from .parts.part import Part
 from .slots import Row, slots_of
+from .structure import Structure
 
 
 @dataclass
@@ -38,7 +40,7 @@ class StepState:
         params: what is trained, in the order of the updates.
         names: of parameters, by id.
         rows: of the slots that the graph takes, in its order.
-        buffers: the accumulated gradients of `params`; [] where no calls accumulate.
+        gradient_sums: what calls have accumulated of `params`; [] where no calls accumulate.
         optimizer: the optimizer's state; None where it updates outside of the graph.
         plan: what happens to the gradients, and in what.
         follows, rows_outside: the parts that follow an update outside of the graph, and their slots.
@@ -49,7 +51,7 @@ class StepState:
     params: list[Tensor] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    buffers: list[Tensor] = field(default_factory=list)
+    gradient_sums: list[Tensor] = field(default_factory=list)
     optimizer: OptimizerState | None = None
     plan: Plan = Plan()
     follows: Sequence[Part] = ()
@@ -101,20 +103,20 @@ def read(parts: Components, before: StepState, means: Tensor | None) -> StepStat
         labels = before.optimizer.labels if before.optimizer is not None else {}
         state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled,
                                *([parts.sharded_update.placed] if parts.sharded_update is not None else []))
-    params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.buffers))
-    buffers = [known[id(p)].to(dtype_of_sum(p)) if id(p) in known
-               else torch.zeros_like(p, dtype=dtype_of_sum(p), requires_grad=False)
-               for p in params] if options.accumulate > 1 else []
+    params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.gradient_sums))
+    sums = [known[id(p)].to(dtype_of_sum(p)) if id(p) in known
+            else torch.zeros_like(p, dtype=dtype_of_sum(p), requires_grad=False)
+            for p in params] if options.accumulate > 1 else []
     of_optimizer = list(state.rows(names)) if state is not None else []
     rows = [*parts.slots.rows(params, names, set(map(id, parts.model.parameters()))), *of_optimizer]
     if twice := [row.slot for row in of_optimizer if row.slot in parts.slots]:
         raise ValueError(f"apexfx: the slot {twice[0]!r} is there twice, of a part of this step and of the optimizer; give "
                          "that of the part another name")
     parts.index.add_parameters(parts.objective_modules.named_tensors()[0])
-    in_graph = buffers if parts.sharded is None else parts.sharded.wholes(params, buffers)[1]
+    in_graph = sums if parts.sharded is None else parts.sharded.wholes(params, sums)[1]
     parts.index.add_states({
         **{row.name: local_rows(row.tensor) for row in rows},
-        **{f"{names[id(p)]}{ACCUMULATED}": buffer for p, buffer in zip(params, in_graph)},
+        **{f"{names[id(p)]}{ACCUMULATED}": total for p, total in zip(params, in_graph)},
         **({MEANS: means} if means is not None else {})})
     each = in_order(options, parts.scales, optimizers.clipping(options.max_grad_norm), state.parts() if state is not None else (),
                     sharded_over=parts.rows_over and parts.rows_over.group_name)
@@ -126,7 +128,7 @@ def read(parts: Components, before: StepState, means: Tensor | None) -> StepStat
     of_graph = [row for row in rows if row.slot not in of_following]
     plan = registered(Plan(tuple(part for part in each if part not in follows), slots_of(of_graph),
                            options.keep_grads or state is None))
-    return StepState(params, names, of_graph, buffers, state, plan, follows,
+    return StepState(params, names, of_graph, sums, state, plan, follows,
                      [row for row in rows if row.slot in of_following], schedulable, scheduled)
 
 
@@ -139,7 +141,7 @@ class TrainingState:
 
     Attributes:
         now: the state as it was read last.
-        accumulated: ids of the parameters that have a gradient in `now.buffers`.
+        accumulated: ids of the parameters that have a gradient in `now.gradient_sums`.
         mean: over calls and ranks, of a loss that is a `Mean`.
         num_calls: how many calls there were since the step was made or loaded a state.
         changed: whether the call under way has changed something.
@@ -184,9 +186,9 @@ class TrainingState:
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
         now, sharded = self.now, self._parts.sharded
-        params, buffers = (now.params, now.buffers) if sharded is None else sharded.wholes(now.params, now.buffers)
-        return {"params": params, "dtypes": [p.dtype for p in now.params] if now.buffers else [], "buffers": buffers,
-                "accumulated": [id(p) in self.accumulated for p in now.params] if now.buffers else [],
+        params, sums = (now.params, now.gradient_sums) if sharded is None else sharded.wholes(now.params, now.gradient_sums)
+        return {"params": params, "dtypes": [p.dtype for p in now.params] if now.gradient_sums else [], "gradient_sums": sums,
+                "accumulated": [id(p) in self.accumulated for p in now.params] if now.gradient_sums else [],
                 "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
                 "slots": now.tensors, "scale": self._parts.scale, "calls": self._parts.options.accumulate,
                 "plan": now.plan.text}
@@ -341,7 +343,7 @@ class TrainingState:
 
     def drop_accumulated(self) -> None:
         """Forget accumulated gradients, and that a call failed: a state was loaded."""
-        clear_accumulated(self.now.buffers, self.mean.sums)
+        clear_accumulated(self.now.gradient_sums, self.mean.sums)
         self.mean.forget()
         self.accumulated.clear()
         if self._kept_buffers is not None:

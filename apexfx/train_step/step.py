@@ -205,7 +205,7 @@ class TrainStep:
             weighted, now = state.mean.of_accumulated(), state.now
             factor = parts.options.accumulate / num_calls if weighted is None else weighted.earlier
             grads = [(local_rows(b) * factor).to(p.dtype) if id(p) in state.accumulated else None
-                     for p, b in zip(now.params, now.buffers)]
+                     for p, b in zip(now.params, now.gradient_sums)]
             grads = averaged_copies(now.names, now.params, grads, parts.options.config.buckets, parts.groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
                 state.mean.note(weighted and weighted.mean, accumulates=False)
@@ -225,7 +225,7 @@ class TrainStep:
             applied = apply_gradients(inputs, grads, weighted and weighted.count)
             if rows is not None:
                 rows.gather(inputs.params, now.params)
-            clear_accumulated(now.buffers, state.mean.sums)
+            clear_accumulated(now.gradient_sums, state.mean.sums)
             self._note_applied(weighted and weighted.mean, *applied)
         self._after_call(updated=True)
 

@@ -30,13 +30,13 @@ from ..config import TransformConfig
 from ..random_state import forked_random
 from ..report.data import Report
 from .accumulation import clear_accumulated
-from .compiler import NotRun, StepCompiler
 from .components import Components
 from .errors import calls_backward, capture_errors
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
 from .inputs import StepInputs
 from .model import StepModel, check_contexts, check_traceable, warn_of_eval_mode
 from .state import TrainingState
+from .step_compiler import NotRun, StepCompiler
 
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
 _DYNAMO = {"trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
@@ -97,7 +97,7 @@ class StepGraphs:
             return self._run(self._accumulates if accumulates else self._steps, batch, named)
         loss, rest, mean, present = self._run(self._accumulates, batch, named)
         applied = self._run(self._updates, self._with_earlier(present), mean is not None)
-        clear_accumulated(self._state.now.buffers, self._state.mean.sums)
+        clear_accumulated(self._state.now.gradient_sums, self._state.mean.sums)
         return loss, rest, mean, *applied
 
     def _run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
@@ -164,7 +164,7 @@ class StepGraphs:
         warn_of_eval_mode(self._parts.model, self._parts.report)
         self._state.prepare()
         inputs = self._state.inputs()
-        for tensor in (*inputs["slots"], *inputs["buffers"]):  # whose order changes with what updates
+        for tensor in (*inputs["slots"], *inputs["gradient_sums"]):  # whose order changes with what updates
             mark_static(tensor)
         gradients = grad_versions(params := inputs["params"])
         self._state.keep_buffers()
@@ -194,7 +194,7 @@ class StepGraphs:
         Where something has moved all the same, another graph is recorded.
         """
         inputs = self._state.inputs()
-        written = [inputs[name] for name in ("params", "buffers", "means", "slots", "scale")]
+        written = [inputs[name] for name in ("params", "gradient_sums", "means", "slots", "scale")]
         for tensor in tree_leaves(written):
             if isinstance(tensor, Tensor):
                 mark_static_address(tensor, guard=False)
@@ -244,7 +244,7 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
     index.add_parameters(model.objective_modules.named_tensors()[0])
     compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None, index=index,
                             on_run=_nothing, on_communication=_nothing, on_loss=_nothing, reduce_gradients=False, traces=True)
-    inputs = StepInputs(model.model, objective, params, dtypes=[], buffers=[], accumulated=[], means=None, slots=[],
+    inputs = StepInputs(model.model, objective, params, dtypes=[], gradient_sums=[], accumulated=[], means=None, slots=[],
                         scale=scale, calls=calls, group=None, divisor=1, plan="")
     return trace(run_gradients, compiler, model, inputs, batch, named)
 
