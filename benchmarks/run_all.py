@@ -48,7 +48,7 @@ SHORT = (  # in order of worth
     "jax_step.py --processes 1 --environment ../../build/jax --json results/jax_step.json",
     "host_time.py --rounds 20",
     "optimizers.py AdamW --parameters 20",
-    "optimizers_traced.py Lion --rounds 20",
+    "optimizers_traced.py Lion --rounds 20 --json results/optimizers_traced.json",
     "recurrent.py --steps 20 --rounds 3",
     "gradient_check.py --steps 10",
     "page.py --layers 2 --rounds 2",
@@ -83,8 +83,9 @@ RATIO: dict[str, Callable[[dict[str, Any]], float]] = {
     "safeguard.json": lambda row: 1 / row["ratio"],
     "sharded.json": lambda row: row["ratio"],
     "overlap.json": lambda row: row["alone_ms"] / row["backward_ms"],
+    "optimizers_traced.json": lambda row: 1 / row["ratio"],
 }
-_NAMES = ("family", "model", "name", "row", "link", "variant", "inner", "layers")
+_NAMES = ("family", "model", "optimizer", "name", "row", "link", "variant", "inner", "layers")
 
 
 def ratios(name: str, record: dict[str, Any]) -> dict[str, float]:
