@@ -25,6 +25,9 @@ _OBSTACLES = (
      "Differentiate backward: jacrev(f) in the place of jacfwd(f), jacrev(grad(f)) in that of hessian(f)"),
     (re.compile("disjoint backward regions"), "the loss holds a derivative of what checkpoints activations, and torch computes "
      "those again for one backward", "Leave the checkpoint out"),
+    (re.compile(r"torch/distributed/fsdp/"),
+     "a module is under fully_shard() that was not when the step was made, or is not of the step's model",
+     "Call fully_shard() before train_step(), and leave a frozen model of the loss whole, or give the step what it returns"),
     *((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") for pattern, reason, advice in (
         (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
         (r"does not support RNG ops", "the model checkpoints activations around random numbers (dropout), which a graph cannot "

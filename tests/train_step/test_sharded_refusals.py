@@ -161,6 +161,20 @@ def batch():
     return torch.randn(2, 4), torch.tensor([0, 2])
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_what_is_sharded_later_or_is_of_the_loss_is_refused(late):
+    with fake_process_group(4):
+        model = Net() if late else shard()
+        teacher = nn.Identity() if late else shard().requires_grad_(False)
+        step = apexfx.train_step(model, lambda y, target: F.cross_entropy(y, target) + teacher(y[:, :1].expand(-1, 4)).sum(),
+                                 torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+        if late:
+            step(*batch())
+            shard(model)
+        with pytest.raises(RuntimeError, match=r"is under fully_shard\(\) that was not when the step was made, or is not of"):
+            step(*batch())
+
+
 def test_what_a_call_does_otherwise_is_refused():
     with fake_process_group(4):
         step = make(shard(Writes()))
