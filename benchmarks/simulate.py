@@ -1,6 +1,6 @@
 """Compare the simulator with reality: predicted and measured steps of two gloo ranks on this machine, in one run.
 
-    python benchmarks/simulate.py [--launches 5] [--turns 40] [--models mlp cnn transformer] [--free]
+    python benchmarks/simulate.py [--launches 5] [--turns 40] [--models mlp cnn transformer] [--free] [--sharded]
 
 Columns, medians over the launches: compute, communication and exposed communication as predicted, the predicted and the
 measured step, "error" (predicted / measured - 1), and the least and largest error of a single launch. A measured step is of
@@ -9,6 +9,10 @@ the slower rank, the median over the turns.
 Everything takes turns: a sample of the calibration (flat allreduces, copies, modules of one-element parameters), a step of each
 model without communication, the same beside flat allreduces, and a step of `apexfx.parallel.DistributedDataParallel` at each
 bucket size. Predictions come from all but the last.
+
+With `--sharded`: training steps (`inner="eager"`) of one of two ranks behind a simulated link of 250 MB/s (slow_link.py), which
+takes no processor: with `ddp=True`, with `shard="optimizer"`, and under `fully_shard`. They are predicted of the same step on one
+rank alone, of which eager segments have the proportions, of the link's numbers, and of copies.
 
 Each rank is pinned to a core, which also runs its communication threads, and the cores are kept from halting; `--free` leaves
 both to the machine. Where a model's tensors lie in memory moves a step by several percent, so each launch is a new pair of
@@ -19,29 +23,40 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import itertools
 import os
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import harness
+import slow_link
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from calibration import Calibration, fit_line, slowest_profile
 from ddp import MODELS, stepper
 from tabulate import tabulate
+from torch.distributed.fsdp import fully_shard
 
+import apexfx
 from apexfx.config import BucketConfig
 from apexfx.parallel import DistributedDataParallel
-from apexfx.tools.simulate.profile import Profile, combine, sampler
-from apexfx.tools.simulate.simulator import simulate
+from apexfx.tools.simulate.models import MODELS as ENTRIES
+from apexfx.tools.simulate.models import load
+from apexfx.tools.simulate.network import flat
+from apexfx.tools.simulate.profile import Profile, Segment, combine, groups_of, sampler
+from apexfx.tools.simulate.simulator import Costs, LinearCost, simulate
 
 RESULTS = Path(__file__).parent / "results" / "simulate.json"
 SHARES = (1 / 8, 1 / 3, 1.0)  # of all gradients, at which a bucket closes
 WARMUP = 5
+MEGABYTES_PER_S, LATENCY_S = 250, 200e-6  # of the simulated link
+SHARDED = ("alone", "ddp=True", "optimizer", "model")
 
 
 def keep_awake(core: int) -> None:
@@ -104,6 +119,92 @@ def compared(calibration: Calibration, profiles: dict[str, list[Profile]],
             "costs": {name: asdict(cost) for name, cost in costs.items()}, "rows": rows}
 
 
+def measure_sharded(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of one launch behind the link."""
+    torch.set_num_threads(1)
+    slow_link.connect(1e6 * MEGABYTES_PER_S, LATENCY_S, num_ranks=2)
+    network, costs = flat(LATENCY_S, 1e6 * MEGABYTES_PER_S), copy_costs()
+    rows = []
+    for name in given.models:
+        blocks = ENTRIES[name].blocks
+        alone, x = sampler(load(name)[0], load(name)[1], blocks=blocks), load(name)[1]
+        config = BucketConfig(message_size=round(sum(p.numel() for p in load(name)[0].parameters()) / 8))
+        forms = {(shard, clips): step_of(name, shard, clips, config, blocks) for shard in SHARDED for clips in (False, True)}
+        profiles = [alone() for _ in range(WARMUP + given.turns)][WARMUP:]
+        profile = combine(profiles, "measured")
+        calls = {form: functools.partial(step, x) for form, step in forms.items()}
+        times = {form: statistics.median(taken[WARMUP:])
+                 for form, taken in harness.interleave(calls, rounds=WARMUP + given.turns).items()}
+        for (shard, clips), taken in times.items():
+            if shard == "alone":
+                continue
+            scale = times["alone", clips] / profile.compute_s
+            made = simulate(scaled(profile, scale), network, 2, config, costs=costs, clips=clips,
+                            shard=None if shard == "ddp=True" else shard)
+            rows.append({"model": name, "step": shard, "clips": clips, "compute_ms": 1e3 * made.compute_s,
+                         "communication_ms": 1e3 * made.communication_s, "exposed_ms": 1e3 * made.exposed_s,
+                         "predicted_ms": 1e3 * made.step_s, "measured_ms": 1e3 * taken, "error": made.step_s / taken - 1})
+    return rows
+
+
+def step_of(name: str, shard: str, clips: bool, config: BucketConfig, blocks: str) -> Callable[..., Any]:
+    model, options = load(name)[0], {}
+    if shard == "model":
+        for block in [model.get_submodule(group.name) for group in groups_of(model, blocks) if group.name]:
+            fully_shard(block)
+        fully_shard(model)
+    elif shard != "alone":
+        options = {"ddp": config, "shard": "optimizer" if shard == "optimizer" else None}
+    return apexfx.train_step(model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), 1e-3), opt_level="O0",
+                             inner="eager", max_grad_norm=1.0 if clips else None, **options)
+
+
+def scaled(profile: Profile, factor: float) -> Profile:
+    def part(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+        return tuple(replace(segment, seconds=factor * segment.seconds) for segment in segments)
+
+    return replace(profile, forward=part(profile.forward), backward=part(profile.backward),
+                   optimizer_s=factor * profile.optimizer_s)
+
+
+def copy_costs() -> Costs:
+    """Return what it takes to fill and start a sum, and to read a gather, with what the simulated link itself copies."""
+    group, c10d = dist.group.WORLD.group_name, torch.ops._c10d_functional
+
+    def seconds(count: int, numel: int) -> tuple[float, float]:
+        sets = itertools.cycle([[torch.ones(numel) for _ in range(count)] for _ in range(1 + 2**23 // numel // count)])
+        taken: tuple[list[float], list[float]] = [], []
+        for _ in range(40):
+            tensors, begin = next(sets), time.perf_counter()
+            started = c10d.reduce_scatter_tensor(torch._chunk_cat(tensors, 0, 2).view(-1), "sum", 2, group)
+            taken[0].append(time.perf_counter() - begin)
+            rows, begin = c10d.wait_tensor(started), time.perf_counter()
+            started = c10d.all_gather_into_tensor(rows, 2, group)
+            between = time.perf_counter()
+            whole, again = c10d.wait_tensor(started), time.perf_counter()
+            for part in whole.view(2, -1).split(numel // 2, 1):
+                part.reshape(-1)
+            taken[1].append(between - begin + time.perf_counter() - again)
+        return statistics.median(taken[0]), statistics.median(taken[1])
+
+    one, many, large = (seconds(*sizes) for sizes in ((1, 16), (48, 16), (1, 2**19)))
+    fill, write = (LinearCost(one[i], (many[i] - one[i]) / 47, (large[i] - one[i]) / 2**21) for i in range(2))
+    return Costs(fill=fill, write=write)
+
+
+def report_sharded(launches: list[list[dict[str, Any]]]) -> None:
+    """Print medians over the launches."""
+    columns = ("compute_ms", "communication_ms", "exposed_ms", "predicted_ms", "measured_ms")
+    table = []
+    for rows in zip(*launches):
+        errors = sorted(row["error"] for row in rows)
+        table.append((rows[0]["model"], rows[0]["step"], "yes" if rows[0]["clips"] else "no",
+                      *(f"{statistics.median(row[column] for row in rows):.1f}" for column in columns),
+                      f"{100 * statistics.median(errors):+.1f} %", f"{100 * errors[0]:+.1f} ... {100 * errors[-1]:+.1f} %"))
+    print(tabulate(table, headers=("model", "step", "clips", *(column.replace("_", " ") for column in columns), "error",
+                                   "of single launches"), disable_numparse=True), flush=True)
+
+
 def report(launches: list[dict[str, Any]], given: argparse.Namespace) -> None:
     """Print medians over the launches, and the largest error of those and of any single one; save them all."""
     for launch in launches:
@@ -135,8 +236,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--free", action="store_true", help="leave ranks to the scheduler, and idle cores to halt")
+    parser.add_argument("--sharded", action="store_true", help="steps that are sharded, behind a simulated link")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     given = parser.parse_args()
+    if given.sharded:
+        launches = [harness.in_new_process(measure_sharded, given) for _ in range(given.launches)]
+        report_sharded(launches)
+        if given.save:
+            harness.write_record(RESULTS.with_stem("simulate_sharded"), threads=1, turns=given.turns, launches=launches)
+        return
     spinners = [mp.get_context("spawn").Process(target=keep_awake, args=(core,), daemon=True)
                 for core in sorted(os.sched_getaffinity(0))[:0 if given.free else 2]]
     for spinner in spinners:

@@ -71,7 +71,7 @@ class GatherUpdated(Pass):
         mode = fake_mode(gm.graph)
         gathers = [self._gather(updates[key], buckets[key], mode) for key in sorted(buckets, key=updates.get, reverse=True)]
         gathers.sort()  # those of one update stand in reverse
-        for gather, later in itertools.zip_longest(gathers, gathers[1:], fillvalue=()):
+        for gather, later in reversed([*itertools.zip_longest(gathers, gathers[1:], fillvalue=())]):
             start, *behind = gather
             wholes = [node.args[0] for node in behind if node.target is _COPY]
             own = set(behind)

@@ -17,6 +17,7 @@ from .devices import DEVICES
 from .models import MODELS, load
 from .network import PRESETS, Network, flat
 from .profile import Profile, analytic, measured
+from .sharded import SHARDS
 from .simulator import BucketChoice, Costs, Prediction, best_bucket, simulate
 from .timeline import LEGEND
 
@@ -49,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=_positive(float), metavar="GB/S", help="of a node's link, in one direction")
     parser.add_argument("--ranks-per-node", type=_positive(int), metavar="N",
                         help="that share such a link, and are joined by NVLink (default: 1)")
+    parser.add_argument("--shard", choices=SHARDS,
+                        help="model: it is under fully_shard(); optimizer: train_step(ddp=True, shard=\"optimizer\")")
+    parser.add_argument("--blocks", metavar="PATTERN,...",
+                        help="with --shard model: paths of the modules that fully_shard() is given besides the model, as in "
+                             "'blocks.*' (default: the model's own)")
+    parser.add_argument("--clip", action="store_true",
+                        help="with --shard: gradients are clipped by their norm, for which every update waits")
     parser.add_argument("--bucket-mib", type=_positive(float), metavar="MIB",
                         help="where a bucket closes (default: BucketConfig's, a quarter of the gradients within bounds)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers")
@@ -88,23 +96,25 @@ def text(options: argparse.Namespace) -> str:
                          f"{', '.join(asked)} was given; leave one of them out")
     decided = {name: getattr(options, name) or default for name, default in decided.items()}
     options = argparse.Namespace(**{**vars(options), **decided})
+    blocks = _blocks(options)
     model, inputs = load(options.model, options.batch, device="cpu" if options.measured else "meta")
-    profile, costs = _profile(options, model, inputs)
+    profile, costs = _profile(options, model, inputs, blocks)
     config = BucketConfig()
     if options.bucket_mib is not None:
         itemsize = max(spec.dtype.itemsize for spec in profile.gradients)
         config = BucketConfig(message_size=max(1, round(options.bucket_mib * 2**20 / itemsize)))
-    predictions = [simulate(profile, network, num_ranks, config, costs=costs) for num_ranks in options.ranks]
-    choices = [best_bucket(profile, network, num_ranks, config, costs=costs)
-               for num_ranks in options.ranks]
+    how = {"costs": costs, "shard": options.shard, "clips": options.clip}
+    predictions = [simulate(profile, network, num_ranks, config, **how) for num_ranks in options.ranks]
+    choices = [best_bucket(profile, network, num_ranks, config, **how) if blocks is None else [] for num_ranks in options.ranks]
     if options.json:
         _write(options, profile, predictions, choices)
     synchronizes = profile != profile.without_sync()
     rows = [_row(*row, synchronizes) for row in zip(predictions, choices)]
-    headers = ("ranks", "step ms", "compute ms", "copies ms", "allreduce ms", "exposed ms", "exposed", "SyncBN tax ms",
+    sent = "collectives ms" if options.shard else "allreduce ms"
+    headers = ("ranks", "step ms", "compute ms", "copies ms", sent, "exposed ms", "exposed", "SyncBN tax ms",
                "efficiency", "best bucket MiB", "step there ms")
     title = (f"{options.model}: {profile.num_bytes / 2**20:.1f} MiB of gradients in {len(profile.gradients)}, "
-             f"{len(predictions[0].buckets)} buckets; {profile.source}; {where}")
+             f"{len(predictions[0].buckets)} {'buckets' if blocks is None else 'groups'}; {profile.source}; {where}")
     table = tabulate(rows, headers=[header.replace(" ", "\n", 1) for header in headers], disable_numparse=True)
     none = f"warning: --sync-bn was given, and {options.model} runs no batch norm: there is nothing to synchronize"
     notes = [none] if options.sync_bn and not synchronizes else []
@@ -123,22 +133,38 @@ def _network(options: argparse.Namespace) -> tuple[Network, str]:
     return network, f"{options.latency_us:g} us, {options.bandwidth:g} GB/s, {ranks_per_node} to a node"
 
 
-def _profile(options: argparse.Namespace, model: torch.nn.Module, inputs: Any) -> tuple[Profile, Costs]:
+def _blocks(options: argparse.Namespace) -> str | None:
+    """Return which modules are under `fully_shard`; None where the model is not."""
+    if options.shard is None and options.clip:
+        raise ValueError("apexfx: --clip was given without --shard; whole gradients are there when they are clipped anyway")
+    if options.shard != "model":
+        if options.blocks is not None:
+            raise ValueError("apexfx: --blocks was given without --shard model, which gathers them; leave it out")
+        return None
+    if options.bucket_mib is not None:
+        raise ValueError("apexfx: --bucket-mib was given with --shard model, which sums the gradients of a block; leave it out")
+    if options.blocks is None and options.model not in MODELS:
+        raise ValueError(f"apexfx: --shard model was given for {options.model!r}, and not which of its modules fully_shard() is "
+                         "given; name them, as in --blocks 'blocks.*', or give --blocks '' for the whole model at once")
+    return options.blocks if options.blocks is not None else MODELS[options.model].blocks
+
+
+def _profile(options: argparse.Namespace, model: torch.nn.Module, inputs: Any, blocks: str | None) -> tuple[Profile, Costs]:
     if options.measured:
-        return measured(model, inputs, sync_bn=options.sync_bn), Costs.on(DEVICES["cpu-core"])
+        return measured(model, inputs, sync_bn=options.sync_bn, blocks=blocks), Costs.on(DEVICES["cpu-core"])
     device = DEVICES[options.device]
     profile = analytic(model, inputs, device, dtype=getattr(torch, options.dtype), sync_bn=options.sync_bn,
-                       optimizer_passes=_OPTIMIZERS[options.optimizer])
+                       optimizer_passes=_OPTIMIZERS[options.optimizer], blocks=blocks)
     return profile, Costs.on(device)
 
 
 def _row(prediction: Prediction, choices: list[BucketChoice], synchronizes: bool) -> tuple[str, ...]:
-    best = choices[0]
+    best = (f"{choices[0].mib:.2f}", f"{1e3 * choices[0].step_s:.2f}") if choices else ("-", "-")
     tax = f"{1e3 * prediction.sync_tax_s:.2f}" if synchronizes else "-"
     times = (prediction.step_s, prediction.compute_s, prediction.bookkeeping_s, prediction.communication_s, prediction.exposed_s)
     return (f"{prediction.num_ranks}", *(f"{1e3 * s:.2f}" for s in times),
             f"{100 * prediction.exposed_s / prediction.step_s:.1f} %", tax, f"{100 * prediction.efficiency:.1f} %",
-            f"{best.mib:.2f}", f"{1e3 * best.step_s:.2f}")
+            *best)
 
 
 def _pictures(predictions: list[Prediction]) -> list[str]:

@@ -16,11 +16,12 @@ from ..._torch import under_fully_shard
 
 @dataclass(frozen=True)
 class Entry:
-    """A model: how it is built, its inputs for a batch on one rank, and the batch where none is given."""
+    """A model: how it is built, its inputs for a batch on one rank, the batch where none is given, and its blocks."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Tensor]
     batch: int
+    blocks: str = "blocks.*"
 
 
 class ConvBlock(nn.Module):
@@ -122,11 +123,11 @@ def _tokens(length: int, vocabulary: int) -> Callable[[int], Tensor]:
 _GPT2, _BERT = 50257, 30522  # sizes of the vocabularies
 MODELS: Mapping[str, Entry] = {
     # Nine linear layers, 2.1 M parameters; thirteen convolutions, 112 k; four encoder layers, 0.8 M.
-    "mlp": Entry(mlp, lambda batch: torch.randn(batch, 512), 64),
-    "cnn": Entry(cnn, _images(24), 16),
-    "transformer": Entry(transformer, lambda batch: torch.randn(batch, 32, 128), 8),
+    "mlp": Entry(mlp, lambda batch: torch.randn(batch, 512), 64, "*"),
+    "cnn": Entry(cnn, _images(24), 16, "[1-6]"),
+    "transformer": Entry(transformer, lambda batch: torch.randn(batch, 32, 128), 8, "[0-3]"),
     # He et al. 2015, 25.6 M parameters, 224 x 224.
-    "resnet50": Entry(resnet50, _images(224), 64),
+    "resnet50": Entry(resnet50, _images(224), 64, "[4-9],1[0-9]"),
     # Radford et al. 2019, 124 M and 1.56 G parameters, 1024 tokens.
     "gpt2": Entry(lambda: LanguageModel(12, 768, 12, _GPT2, 1024), _tokens(1024, _GPT2), 8),
     "gpt2-xl": Entry(lambda: LanguageModel(48, 1600, 25, _GPT2, 1024), _tokens(1024, _GPT2), 4),
@@ -165,6 +166,6 @@ def load(name: str, batch: int | None = None, *, device: str = "cpu") -> tuple[n
         raise ValueError(f"apexfx: {name} returned {type(result).__name__}, expected (model, inputs): a torch.nn.Module and a "
                          "tensor or a tuple of them")
     if under_fully_shard(result[0].modules()):
-        raise ValueError(f"apexfx: {name} returned a model under fully_shard(), and what is predicted are whole parameters whose "
-                         "gradients an allreduce averages; return it as it is before fully_shard()")
+        raise ValueError(f"apexfx: {name} returned a model under fully_shard(), which runs on no rank alone; return it as it is "
+                         "before fully_shard(), and give --shard model --blocks")
     return result

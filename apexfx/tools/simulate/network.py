@@ -1,4 +1,4 @@
-"""How long an allreduce takes: the alpha-beta model of a hierarchy of links, in closed form.
+"""How long a collective takes: the alpha-beta model of a hierarchy of links, in closed form.
 
 With p ranks, n bytes a rank, latency a of one message and bandwidth B of one rank's link:
 
@@ -8,7 +8,7 @@ With p ranks, n bytes a rank, latency a of one message and bandwidth B of one ra
 
 Over several levels a ring reduces and scatters within each group of the inner level, the groups reduce the n / p that each
 of their ranks holds over the next level, and the inner rings gather. `Network.allreduce_seconds` is the faster of the two at
-the outermost level, as libraries choose by size.
+the outermost level, as libraries choose by size. A reduce_scatter, and a gather, are half of the rings.
 """
 
 from __future__ import annotations
@@ -67,6 +67,20 @@ class Network:
             seconds += seconds_of_ring
             num_bytes /= members
         raise AssertionError("the last level takes all ranks")
+
+    def gather_seconds(self, num_bytes: float, num_ranks: int) -> float:
+        """Return the seconds in which ranks gather what each has a part of, or sum it so that each has a part; 0 for one alone.
+
+        Args:
+            num_bytes: of the whole.
+            num_ranks: how many.
+        """
+        seconds, left = self.base_s if num_ranks > 1 else 0.0, num_ranks
+        for level in self.levels:
+            members = left if level.ranks is None else min(left, level.ranks)
+            seconds += ring(level.link, num_bytes, members) / 2
+            left, num_bytes = math.ceil(left / members), num_bytes / members
+        return seconds
 
 
 def ring(link: Link, num_bytes: float, num_ranks: int) -> float:

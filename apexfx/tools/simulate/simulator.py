@@ -2,8 +2,8 @@
 
 The program is a step op by op: a bucket is filled and started when its last gradient is ready and all earlier ones are started,
 the last one at the end of backward. After backward every bucket is waited for, then all results are written back, then the
-optimizer runs. A synchronized batch norm waits for its statistics at once. `simulate` writes this down as a program, and
-`timeline.py` runs it.
+optimizer runs. A synchronized batch norm waits for its statistics at once. `simulate` writes this down as a program
+(`sharded.py` that of a step that is sharded), and `timeline.py` runs it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...buckets.plan import Bucket, BucketPlan, plan_buckets
+from ...buckets.plan import BucketPlan, plan_buckets
 from ...config import BucketConfig
 from .devices import Device
 from .network import Network
 from .profile import Profile
+from .sharded import sharded_program
 from .timeline import Event, Start, Task, Timeline, Wait, Work, run
 
 _BUCKETS, _STATISTICS = 0, 1  # channels: buckets follow each other, statistics of batch norms have a communicator of their own
@@ -24,14 +25,14 @@ _BUCKETS, _STATISTICS = 0, 1  # channels: buckets follow each other, statistics 
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Seconds of work on a bucket: `fixed_s`, plus `tensor_s` for each gradient and `byte_s` for each byte."""
+    """Seconds of work on a bucket: `fixed_s`, plus `tensor_s` for each tensor and `byte_s` for each byte."""
 
     fixed_s: float = 0.0
     tensor_s: float = 0.0
     byte_s: float = 0.0
 
-    def seconds(self, bucket: Bucket) -> float:
-        return self.fixed_s + self.tensor_s * len(bucket.slots) + self.byte_s * bucket.total_bytes
+    def seconds(self, num_tensors: int, num_bytes: float) -> float:
+        return self.fixed_s + self.tensor_s * num_tensors + self.byte_s * num_bytes
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ class Prediction:
     Attributes:
         num_ranks: that take part.
         step_s: of the whole step.
-        compute_s: forward, backward and optimizer, on one rank alone.
+        compute_s: forward, backward and optimizer, on one rank alone; where the update is shared, of that its part.
         bookkeeping_s: fill, write back and hooks.
         communication_s: of all collectives, each as if it had the network to itself.
         exposed_s: what communication adds to the step: waiting, and compute that it slows down.
         sync_tax_s: what synchronized batch norms add to the step; where computing and communicating slow one another down, what
             they delay may save more than they cost.
-        plan: the buckets.
+        plan: the buckets; None where the model is sharded, which has groups.
         timeline: what happened when.
     """
 
@@ -84,13 +85,21 @@ class Prediction:
     communication_s: float
     exposed_s: float
     sync_tax_s: float
-    plan: BucketPlan
+    plan: BucketPlan | None
     timeline: Timeline
 
     @property
     def buckets(self) -> list[Event]:
-        """The allreduces of gradients: when each was started, began and ended, and its bytes."""
-        return [event for event in self.timeline.track("communication") if event.channel == _BUCKETS]
+        """The sums of gradients: when each was started, began and ended, and its bytes."""
+        return self._named("bucket ", "group ")
+
+    @property
+    def gathers(self) -> list[Event]:
+        """The same of the gathers of parameters, where something is sharded."""
+        return self._named("gather ")
+
+    def _named(self, *prefixes: str) -> list[Event]:
+        return [event for event in self.timeline.track("communication") if event.name.startswith(prefixes)]
 
     @property
     def efficiency(self) -> float:
@@ -101,7 +110,7 @@ class Prediction:
         """Return the numbers as JSON-able values, without plan and timeline."""
         row = {name: getattr(self, name) for name in ("num_ranks", "step_s", "compute_s", "bookkeeping_s", "communication_s",
                                                       "exposed_s", "sync_tax_s", "efficiency")}
-        return row | {"buckets": [asdict(bucket) for bucket in self.buckets]}
+        return row | {name: [asdict(event) for event in getattr(self, name)] for name in ("buckets", "gathers")}
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,8 @@ def plan_for(profile: Profile, config: BucketConfig, num_ranks: int) -> BucketPl
 
 
 def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketConfig | None = None, *,
-             costs: Costs | None = None, plan: BucketPlan | None = None) -> Prediction:
+             costs: Costs | None = None, plan: BucketPlan | None = None, shard: str | None = None,
+             clips: bool = False) -> Prediction:
     """Predict a step.
 
     Args:
@@ -136,20 +146,33 @@ def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketC
         config: the bucket options; default `BucketConfig()`.
         costs: of buckets; default: none.
         plan: instead of the one that `config` gives.
+        shard: "model": it is under `fully_shard`, in the profile's groups; "optimizer": the update is shared.
+        clips: of a step that is sharded, whether gradients are clipped by their norm.
 
     Raises:
         ValueError: a plan for other gradients.
     """
     costs = costs or Costs()
-    plan = plan or plan_for(profile, config or BucketConfig(), num_ranks)
-    plan.check([spec for spec in profile.gradients if spec.numel])
+    if shard == "model":
+        plan = None
+    else:
+        plan = plan or plan_for(profile, config or BucketConfig(), num_ranks)
+        plan.check([spec for spec in profile.gradients if spec.numel])
+    if shard is not None:
+        profile = replace(profile, optimizer_s=profile.optimizer_s / num_ranks)
     rates = {"compute_rate": costs.compute_rate, "network_rate": costs.network_rate}
-    program = _program(profile, network, num_ranks, plan, costs)
+
+    def program_of(profile: Profile) -> list[Task]:
+        if shard is not None:
+            return sharded_program(profile, network, num_ranks, plan, costs, clips)
+        return _program(profile, network, num_ranks, plan, costs)
+
+    program = program_of(profile)
     timeline = run(program, **rates)
     step_s, tax = timeline.seconds, 0.0
     local = profile.without_sync()
     if local != profile:
-        tax = step_s - run(_program(local, network, num_ranks, plan, costs), **rates).seconds
+        tax = step_s - run(program_of(local), **rates).seconds
     work = sum(task.seconds for task in program if isinstance(task, Work))
     alone = sum(task.seconds for task in program if isinstance(task, Start))
     return Prediction(num_ranks, step_s, profile.compute_s, work - profile.compute_s, alone, step_s - work, tax, plan, timeline)
@@ -167,7 +190,7 @@ def _program(profile: Profile, network: Network, num_ranks: int, plan: BucketPla
     def start_next() -> None:
         nonlocal started
         bucket = plan.buckets[started]
-        program.append(Work(f"fill bucket {started}", costs.fill.seconds(bucket), "fill"))
+        program.append(Work(f"fill bucket {started}", costs.fill.seconds(len(bucket.slots), bucket.total_bytes), "fill"))
         program.append(collective(f"bucket {started}", bucket.total_bytes, _BUCKETS))
         started += 1
 
@@ -185,7 +208,7 @@ def _program(profile: Profile, network: Network, num_ranks: int, plan: BucketPla
         start_next()
     program.append(Work("step", costs.per_step_s, "write"))
     program += [Wait(f"bucket {index}") for index in range(len(plan.buckets))]
-    program += [Work(f"write back bucket {index}", costs.write.seconds(bucket), "write")
+    program += [Work(f"write back bucket {index}", costs.write.seconds(len(bucket.slots), bucket.total_bytes), "write")
                 for index, bucket in enumerate(plan.buckets)]
     return [*program, Work("optimizer", profile.optimizer_s, "optimizer")]
 

@@ -32,6 +32,7 @@ class Start:
     seconds: Any
     channel: int = 0
     num_bytes: int = 0
+    kind: str = "all_reduce"
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class Timeline:
         return "\n".join(lines)
 
 
-LEGEND = ("░ forward  █ backward  = fill, write back  ▒ optimizer  · waits  0-9 bucket in its allreduce (last digit)"
-          "  s statistics")
+LEGEND = ("░ forward  █ backward  = fill, write back  ▒ optimizer  · waits  0-9 sum of a bucket or group (last digit)  "
+          "A-Z its gather  s statistics, norm")
 _MARKS = {"forward": "░", "backward": "█", "fill": "=", "write": "=", "optimizer": "▒", "wait": "·"}
 
 
@@ -123,7 +124,9 @@ def _mark(event: Event) -> str:
     if event.track == "compute":
         return _MARKS.get(event.kind, "-")
     kind, _, number = event.name.partition(" ")
-    return number[-1] if kind == "bucket" else "s"
+    if kind == "gather":
+        return chr(ord("A") + int(number.split()[0]) % 26)
+    return number[-1] if kind in ("bucket", "group") else "s"
 
 
 def run(program: Sequence[Task], *, compute_rate: Any = 1, network_rate: Any = 1) -> Timeline:
@@ -200,5 +203,5 @@ class _Simulation:
                 done = queue.popleft()
                 self.pending.discard(done.start.name)
                 begin = self.now if done.begin is None else done.begin
-                self.timeline.events.append(Event("communication", done.start.name, "allreduce", begin, self.now,
+                self.timeline.events.append(Event("communication", done.start.name, done.start.kind, begin, self.now,
                                                   done.start.channel, done.start.num_bytes, done.started))

@@ -51,6 +51,19 @@ def test_the_numbers_are_those_of_the_library(capsys, tmp_path):
         assert f"{1e3 * made.step_s:.2f}" in out
 
 
+def test_a_step_that_is_sharded_is_simulated(capsys, tmp_path):
+    slow = ("--model", "gpt2", "--batch", "2", "--ranks", "8", "--network", "ethernet-25g")
+    steps = []
+    for options in ((), ("--shard", "model"), ("--shard", "optimizer"), ("--shard", "optimizer", "--clip")):
+        out = run(capsys, *slow, *options, "--json", str(tmp_path / "out.json"))[1]
+        [row] = json.loads((tmp_path / "out.json").read_text())["rows"]
+        steps.append(row["step_s"])
+        assert bool(row["gathers"]) is bool(options) and f"{1e3 * row['step_s']:.2f}" in out
+        assert (" 13 groups; " in out) is ("model" in options) and ("collectives" in out) is bool(options)
+        assert ("A" in out.rpartition("communication ")[2].partition("\n")[0]) is bool(options)
+    assert steps[2] < steps[3]  # where nothing is clipped, gathers travel while the backward goes on
+
+
 def tax(out):
     """Return the SyncBN tax of the row of 8 ranks, and the warnings."""
     row = next(line for line in out.splitlines() if line.startswith("8 "))
@@ -94,6 +107,8 @@ def test_a_function_that_returns_something_else_is_refused(capsys, monkeypatch):
     with fake_process_group(2):
         status, _, err = run(capsys, "--model", "own_models:sharded")
     assert status == 2 and "return it as it is before fully_shard()" in err
+    status, _, err = run(capsys, "--model", "own_models:wrong", "--shard", "model")
+    assert status == 2 and "name them, as in --blocks 'blocks.*'" in err
 
 
 @pytest.mark.parametrize("arguments, named", [
@@ -105,6 +120,9 @@ def test_a_function_that_returns_something_else_is_refused(capsys, monkeypatch):
     (("--ranks-per-node", "8"), "a preset has its own"), (("--bucket-mib", "0"), "'0' was given, expected a number above 0"),
     (("--batch", "1.5"), "expected a whole number above 0"),
     (("--measured", "--device", "a100", "--dtype", "float32"), "float32 with SGD, and --device a100, --dtype float32 was given"),
+    (("--clip",), "--clip was given without --shard"), (("--blocks", "*"), "--blocks was given without --shard model"),
+    (("--shard", "model", "--bucket-mib", "1"), "--bucket-mib was given with --shard model"),
+    (("--model", "mlp", "--shard", "model", "--blocks", "block.*"), "no module of Sequential is called 'block.*'"),
     (("--model", "mlp", "--ranks", "2", "--json", "/no/such/folder/x.json"), "No such file or directory"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(capsys, arguments, named):
