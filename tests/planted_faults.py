@@ -184,6 +184,10 @@ FAULTS = (
           "[x if x is y else torch.where(condition, x, y)", "[x", _TRACED),
     Fault("what parameters have in common stays that", "optimizers/traced_step.py",
           "                    raise SharedDiffer(index)\n", "                    pass\n", _TRACED),
+    Fault("a step that reads what is not trained is no graph", "optimizers/traced_step.py",
+          "places[id(p)] if id(p) in places else _fake(self._mode, p, half)\n"
+          "                                             for p in group[\"params\"]]",
+          "places[id(p)] for p in group[\"params\"] if id(p) in places]", _TRACED),
     Fault("gradients leave a step for the parameters that have one", "train_step/state.py",
           "                p.grad = sharded_like(next(left), p) if here else None", "                p.grad = next(left, None)",
           _CHANGES),

@@ -320,6 +320,8 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _node(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and id(leaf) not in self._nodes:
+            raise NotTraceable("reads a parameter that is not trained")
         return self._nodes[id(leaf)] if isinstance(leaf, Tensor) else leaf
 
     def _constant(self, leaf: Any) -> Any:

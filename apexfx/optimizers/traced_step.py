@@ -110,11 +110,12 @@ class StepTrace:
                  half: torch.dtype | None = None) -> None:
         self.name, self.numbers, self._class = type(optimizer).__name__, dict(numbers), type(optimizer)
         self._attributes = _attributes(optimizer)
-        places = {id(p): place for place, p in enumerate(params)}
-        self._groups = [{**group, "params": [places[id(p)] for p in group["params"] if id(p) in places]}
-                        for group in optimizer.param_groups]
-        self._now = {place: read_number(optimizer.param_groups, place) for place in self.numbers.values()}
         self._mode = FakeTensorMode()
+        places = {id(p): place for place, p in enumerate(params)}
+        # Of parameters that are not trained it has tensors that no graph takes: a step that reads or writes one is none.
+        self._groups = [{**group, "params": [places[id(p)] if id(p) in places else _fake(self._mode, p, half)
+                                             for p in group["params"]]} for group in optimizer.param_groups]
+        self._now = {place: read_number(optimizer.param_groups, place) for place in self.numbers.values()}
         self._params = [_fake(self._mode, p, half) for p in params]
         flat = [tree_flatten(dict(held)) for held in state]
         self._trees = [tree for _, tree in flat]
@@ -202,7 +203,8 @@ class StepTrace:
             leaves[p][place] = tensor
         for (p, place), index in self._shared.items():
             leaves[p][place] = firsts[index].clone()
-        groups = [{**group, "params": [params[place] for place in group["params"]]} for group in self._groups]
+        groups = [{**group, "params": [p if isinstance(p, Tensor) else params[p] for p in group["params"]]}
+                  for group in self._groups]
         for place, scalar in zip(self.numbers.values(), scalars):
             _set_number(groups, place, self._symbolic(recorder, place, scalar))
         state: dict[Any, Any] = defaultdict(dict, {k: _copied(v) for k, v in self._others.items()})

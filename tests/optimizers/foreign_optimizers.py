@@ -416,3 +416,24 @@ class Quantile(Foreign):
     def update(self, p, g, state, group):
         bound = torch.quantile(g.abs().flatten(), 0.9)
         p.sub_(group["lr"] * g.clamp(-bound, bound))
+
+
+class DecaysAll(Foreign):
+    """Decays parameters that have no gradient, too."""
+
+    def begin(self, group):
+        for p in group["params"]:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+
+    def update(self, p, g, state, group):
+        p.sub_(g, alpha=group["lr"])
+
+
+class OfAllValues(Foreign):
+    """Has the norm of all parameters of a group in its rate."""
+
+    def begin(self, group):
+        self.norm = torch.stack([p.norm() for p in group["params"]]).norm()
+
+    def update(self, p, g, state, group):
+        p.sub_(group["lr"] * self.norm * g)

@@ -108,6 +108,20 @@ def test_what_no_graph_holds_runs_outside_of_it_and_the_report_has_the_line(kind
     assert_same(model.state_dict(), reference.state_dict())
 
 
+@pytest.mark.parametrize("kind, reason", [(foreign.DecaysAll, "writes by aten.mul_"), (foreign.OfAllValues, "reads a parameter")])
+def test_a_step_that_needs_parameters_which_are_not_trained_runs_outside_of_the_graph(kind, reason):
+    model, reference = Net(), Net()
+    optimizer, theirs = (kind(each.parameters(), lr=0.01) for each in (model, reference))
+    for each in (model, reference):
+        each.heads[0].requires_grad_(False)
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
+    assert re.search(reason, str(step.report))
+    for batch in batches(3):
+        step(*batch)
+        eager_step(reference, [theirs], *batch)
+    assert_same(model.state_dict(), reference.state_dict())
+
+
 def test_a_first_step_is_done_for_one_parameter_of_a_kind_and_once(monkeypatch):
     steps = []
     monkeypatch.setattr(traced_step, "_first_step", lambda *args, run=traced_step._first_step: steps.append(args) or run(*args))
