@@ -64,7 +64,7 @@ def check_lowered_rightly(gm: fx.GraphModule) -> None:
         if isinstance(value(node), Tensor) and value(node).is_nested:
             raise ValueError(f"apexfx: {source_line(node)} works on a nested tensor, whose rows no pass can look into; pad them "
                              "to one length, with a mask, or compute it outside of the model")
-        if windows.intersection(written(node)):
+        if windows and windows.intersection(written(node)):
             raise ValueError(f"apexfx: {source_line(node)} writes through x.unfold(dimension, size, step) whose step is beyond "
                              "its size, and compilers of torch set what lies in the gaps to 0; write x[..., start::step]")
         if node.op in ("call_function", "call_method") and canonical_name(node.target) in ("linalg_pinv", "pinverse") \
@@ -92,6 +92,9 @@ def _check_dropouts(body: fx.GraphModule) -> None:
 
     In eager that returns its input itself, of which compilers of torch (2.13) make a copy.
     """
+    copies = {node for node in body.graph.nodes if _drops_nothing(node)}
+    if not copies:
+        return
     of: dict[Any, Any] = {}  # the memory of a copy -> in eager
     written_as: dict[Any, tuple[Any, fx.Node]] = {}  # of eager -> by which memory, and where
     inputs = storages([value(node) for node in body.graph.find_nodes(op="placeholder")])
@@ -103,14 +106,18 @@ def _check_dropouts(body: fx.GraphModule) -> None:
                 raise ValueError(f"apexfx: {source_line(write)} writes a tensor that has two names, as a dropout that drops "
                                  "nothing (in evaluation, or of p=0) returns its input itself, of which compilers of torch make "
                                  "a copy; write m = m + x in the place of m += x, or leave that dropout out")
-        if node.op == "call_function" and canonical_name(node.target) == "dropout" and not argument(node, "inplace"):
-            is_on = argument(node, "train" if node.target is torch.dropout else "training")
-            if not is_on or argument(node, "p") == 0:
-                source = storages(value(argument(node, "input")))
-                of.update((copy, of.get(memory, memory)) for copy in storages(value(node)) for memory in source)
+        if node in copies:
+            source = storages(value(argument(node, "input")))
+            of.update((copy, of.get(memory, memory)) for copy in storages(value(node)) for memory in source)
         for memory in storages([value(each) for each in written(node)]):
             if (eager := of.get(memory, memory)) in of.values():
                 written_as[eager] = memory, node
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    if node.op != "call_function" or canonical_name(node.target) != "dropout" or argument(node, "inplace"):
+        return False
+    return not argument(node, "train" if node.target is torch.dropout else "training") or argument(node, "p") == 0
 
 
 def clone_detached_outputs(gm: fx.GraphModule) -> None:

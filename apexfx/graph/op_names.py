@@ -7,6 +7,7 @@ can fall on them by accident.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ def canonical_name(func: Callable[..., Any] | str) -> str:
     return _plain(name, operator="operator" in module)
 
 
+@functools.cache
 def _plain(name: str, *, operator: bool = False) -> str:
     if name in ALIASES:
         return ALIASES[name]

@@ -367,7 +367,7 @@ def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, An
     p = p.clone().requires_grad_()
     p.grad = grad.clone()
     groups = [{**{k: _copied(v) for k, v in group.items()}, "params": [p]}]
-    torch.manual_seed(0)
+    (torch.manual_seed if p.is_cuda else torch.default_generator.manual_seed)(0)  # that of all devices costs milliseconds
     places = places_in_random()
     with patch.object(muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient):  # which its state does not follow from
         plain_step(cls)(shadow := shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))

@@ -176,7 +176,7 @@ class CastInserter:
                 set_value(node, tuple(old if old is None else torch.empty_like(value(leaf))
                                       for old, leaf in zip(value(node), tree_leaves(node.args[1]))))
             self.changed.add(node)
-        elif _in_functorch(node):  # which cannot be evaluated outside of the transform
+        elif self.levels and _in_functorch(node):  # which cannot be evaluated outside of the transform
             self._as_captured(node, "inside of a transform of torch.func it gets " + _CAPTURED)
         else:
             before = node.args, node.kwargs
