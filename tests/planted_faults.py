@@ -184,6 +184,8 @@ FAULTS = (
           "[x if x is y else torch.where(condition, x, y)", "[x", _TRACED),
     Fault("what parameters have in common stays that", "optimizers/traced_step.py",
           "                    raise SharedDiffer(index)\n", "                    pass\n", _TRACED),
+    Fault("what moves to another place of the state is copied before that is written", "optimizers/symbolic_numbers.py",
+          "tensor.untyped_storage()) in memory else", "tensor.untyped_storage()) is None else", _TRACED),
     Fault("a step that reads what is not trained is no graph", "optimizers/traced_step.py",
           "places[id(p)] if id(p) in places else _fake(self._mode, p, half)\n"
           "                                             for p in group[\"params\"]]",

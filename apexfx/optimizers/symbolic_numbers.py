@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from .._torch import FakeTensor, OpOverload, TorchDispatchMode, tree_leaves, tree_map, unset_fake_temporarily
+from .._torch import FakeTensor, OpOverload, TorchDispatchMode, storage_address, tree_leaves, tree_map, unset_fake_temporarily
 
 aten = torch.ops.aten
 Inputs = Mapping[Any, Any]  # of numbers that the host sets: what they are now
@@ -198,9 +198,12 @@ class Recorder(TorchDispatchMode):
         self._decisions: dict[int, bool] = {}
         self._memo: dict[Any, Any] = {}
 
-    def finish(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
-        """Return the graph that computes these."""
-        self._graph.output([self._nodes[id(tensor)] for tensor in outputs])
+    def finish(self, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> fx.GraphModule:
+        """Return the graph that computes these, none of them in the memory of an input that is written with them."""
+        memory = {storage_address(tensor.untyped_storage()) for tensor in written}
+        self._graph.output([self._graph.call_function(aten.clone.default, (self._nodes[id(tensor)],))
+                            if storage_address(tensor.untyped_storage()) in memory else self._nodes[id(tensor)]
+                            for tensor in outputs])
         self._graph.eliminate_dead_code()
         return fx.GraphModule({}, self._graph)
 

@@ -190,7 +190,7 @@ class StepTrace:
         for place in written:
             if _kind(old[place]) != _kind(new[place]):
                 raise NotTraceable(f"makes {_kind(new[place])} of state that is {_kind(old[place])}")
-        return recorder.finish([new[place] for place in written]), written
+        return recorder.finish([new[place] for place in written], [old[place] for place in written]), written
 
     def _run(self, recorder: Recorder, present: Sequence[bool], sizes: Sequence[int], *tensors: Tensor) -> list[Tensor]:
         """Run the step on a shadow; return its parameters, and the tensors of its state, those that are shared at the end."""

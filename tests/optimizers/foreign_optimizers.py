@@ -193,6 +193,18 @@ class Masked(Foreign):
         p.add_((state["a"] + state["b"]) * state["mask"], alpha=-group["lr"])
 
 
+class Previous(Foreign):
+    """Keeps what the parameter was before, and goes on in the direction in which it went."""
+
+    def init(self, p, state):
+        state["previous"] = p.detach().clone()
+
+    def update(self, p, g, state, group):
+        went = p - state["previous"]
+        state["previous"] = p.detach().clone()
+        p.add_(went, alpha=0.5).sub_(g, alpha=group["lr"])
+
+
 class OneVector(Foreign):
     """Has its moments in one vector, and updates views."""
 

@@ -29,7 +29,7 @@ CASES = [
     *((kind, {}, {"weight_decay": 0.0}) for kind in (
         foreign.Lion, foreign.Signum, foreign.LARS, foreign.KellersMuon, foreign.Shampoo, foreign.Clipped, foreign.OfParameter,
         foreign.Sophia, foreign.AdaBelief, foreign.Lookahead, foreign.Adafactor, foreign.Tiger, foreign.Masked, foreign.OneVector,
-        foreign.Nested, foreign.OfAllNorms, foreign.Foreach, foreign.Cautious)),
+        foreign.Previous, foreign.Nested, foreign.OfAllNorms, foreign.Foreach, foreign.Cautious)),
 ]
 
 
@@ -66,6 +66,18 @@ def test_a_clipped_update_is_that_of_clipped_gradients(case):
         eager_step(reference, [theirs], *batch, max_grad_norm=0.5)
     tolerance = {"rtol": 0, "atol": 1e-2} if case[0] is foreign.KellersMuon else ROUNDING
     assert_same(model.state_dict(), reference.state_dict(), **tolerance)
+
+
+@pytest.mark.parametrize("kind", [foreign.Masked, foreign.Previous])
+def test_what_moves_to_another_place_of_the_state_is_what_was_there_before(kind):
+    model, reference = Net(), Net()
+    optimizer, theirs = (kind(each.parameters(), lr=0.01) for each in (model, reference))
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
+    for batch in batches(3):
+        step(*batch)
+        eager_step(reference, [theirs], *batch)
+    assert_same(model.state_dict(), reference.state_dict())
+    assert_same(*(each.state_dict()["state"] for each in (optimizer, theirs)))
 
 
 REFUSED = [
