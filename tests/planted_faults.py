@@ -191,7 +191,8 @@ FAULTS = (
           "                                             for p in group[\"params\"]]",
           "places[id(p)] for p in group[\"params\"] if id(p) in places]", _TRACED),
     Fault("gradients leave a step for the parameters that have one", "train_step/state.py",
-          "                p.grad = sharded_like(next(left), p) if here else None", "                p.grad = next(left, None)",
+          "                p.grad = optimizers.layout.as_state(next(left), p) if here else None",
+          "                p.grad = next(left, None)",
           _CHANGES),
     Fault("an op counts updates up in a copy: groups may share a count", "train_step/parts/update.py",
           "step.clone() if counts_updates(self.op) else None,", "step if counts_updates(self.op) else None,", _STEP),
@@ -302,7 +303,13 @@ FAULTS = (
     Fault("a gather is behind the last update of its bucket", "passes/gather_updated.py",
           "max(user for rows in members for user in rows.users)", "min(rows for rows in members)", _SHARED_UPDATE),
     Fault("state that was loaded whole becomes rows", "optimizers/update_rules.py",
-          "= placed(held, p)", "= held", _SHARED_UPDATE),
+          "layout.placed(held, p) if held", "held if held", _SHARED_UPDATE),
+    Fault("what every rank has whole is in a norm once", "train_step/parts/norm.py",
+          "[g if g.dim() else on_first_rank(g, sharded_over) for g in grads]", "list(grads)", _SHARED_UPDATE),
+    Fault("what has no rows is summed for every rank", "passes/scatter_gradients.py",
+          "return super().reduce(index, flat, like=like)", "return flat", _SHARED_UPDATE),
+    Fault("averages are of rows", "train_step/slots.py",
+          "self.layout.as_state(slot.make(self.layout.rows(p)), p)", "slot.make(p)", _SHARED_UPDATE),
 )
 
 

@@ -6,6 +6,7 @@ every rank, so that the ranks of a host can share what was compiled.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +17,11 @@ from ._define import define
 def _check(tensor: Tensor, world_size: int, group_name: str) -> None:
     if not tensor.dim():
         raise ValueError("apexfx::own_rows: a tensor of no dimension was given, which has no rows")
+
+
+def has_rows(tensor: Tensor) -> bool:
+    """Return whether there are rows of a tensor to share; if not, every rank has it whole."""
+    return tensor.dim() > 0 and tensor.numel() > 0
 
 
 def span(length: int, world_size: int, group_name: str) -> tuple[int, int]:
@@ -35,3 +41,8 @@ def own_rows(tensor: Tensor, world_size: int, group_name: str) -> Tensor:
     first, last = span(len(tensor), world_size, group_name)
     rows = tensor.new_empty(last - first, *tensor.shape[1:])
     return rows.copy_(tensor[first:last])
+
+
+def on_first_rank(number: Tensor, group_name: str) -> Tensor:
+    """Return what all ranks of a group have, of no dimension, as a vector: of one element on the first of them, else empty."""
+    return torch.ops.apexfx.own_rows(number.reshape(1), resolve_process_group(group_name).size(), group_name)

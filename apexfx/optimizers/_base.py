@@ -15,6 +15,7 @@ from torch import Tensor
 from ..config import HALVES
 from ..ops.multi_tensor import by_device, multi_tensor_l2norm
 from ._checkpoints import check_numbers, lacking, unwrap_state, wrapped_state
+from .layout import Layout
 from .update import Update, call_op, clip_coefficient, counts_updates, inverse_of
 
 _DTYPES = (torch.float32, *HALVES, torch.float64)
@@ -149,19 +150,20 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(f"{name}.step() in the capture of a CUDA graph found the learning rate {lr!r}, which the "
                                    "graph would freeze; set it in place, group['lr'].fill_(value)")
 
-    def updates_of(self, trained: Collection[int]) -> list[Update]:
+    def updates_of(self, trained: Collection[int], layout: Layout) -> list[Update]:
         """Return the updates of a step of a whole graph; missing state is made.
 
         Args:
             trained: ids of the parameters to update.
+            layout: what this rank has of each parameter.
         """
         # Without dampening a first buffer of zeros gives what SGD's first step does.
         return [update for group in self.param_groups
-                for update in self._gather(group, lambda p: id(p) in trained, starts_from_zeros=True)]
+                for update in self._gather(group, lambda p: id(p) in trained, layout)]
 
-    def _gather(self, group: dict[str, Any], wanted: Callable[[Tensor], bool], *, captured: bool = False,
-                starts_from_zeros: bool = False) -> list[Update]:
-        """Return the updates of the parameters that are wanted, one for each kind of them."""
+    def _gather(self, group: dict[str, Any], wanted: Callable[[Tensor], bool], layout: Layout | None = None, *,
+                captured: bool = False) -> list[Update]:
+        """Return the updates of the parameters that are wanted, one for each kind of them; of a whole graph by `layout`."""
         updates: dict[tuple[Any, ...], Update] = {}
         names = (*self._names(group), *self._scalar_state_names)
         for param in group["params"]:
@@ -180,12 +182,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                     raise RuntimeError(f"{type(self).__name__}.step() in the capture of a CUDA graph would make the state of a "
                                        f"parameter of shape {tuple(param.shape)}, and every replay would make it anew; take one "
                                        "step, in which every parameter has a gradient, before the capture")
-                self._init_state(group, param, state)
+                self._init_state(group, layout.rows(param) if layout is not None else param, state)
+            if layout is not None:
+                state.update((name, layout.placed(layout.as_state(held, param), param)) for name, held in state.items()
+                             if isinstance(held, Tensor))
             master = state.get("master_param")
             key = (param.device, master is not None, first_run, param.dtype is torch.float64)
             update = updates.get(key)
             if update is None:
-                numbers = self._hyperparameters(group, first_run and not starts_from_zeros)
+                numbers = self._hyperparameters(group, first_run and layout is None)
                 update = updates[key] = Update(self._op, group, numbers, states={name: [] for name in names}, step=group["step"])
             update.params.append(param)
             if master is not None:

@@ -27,7 +27,6 @@ from .._torch import (
     muon,
     not_compiling,
     plain_step,
-    sharded_like,
     storage_address,
     tree_flatten,
     tree_leaves,
@@ -35,6 +34,7 @@ from .._torch import (
     tree_unflatten,
 )
 from ..random_state import forked_random, places_in_random
+from .layout import WHOLE, Layout
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_of_numbers
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
@@ -100,6 +100,7 @@ class StepTrace:
         numbers: as of `numbers_of`.
         shared: (place of a parameter, of a leaf of its state) -> place of the 0-d tensor that several parameters have there.
         half: what float32 parameters are about to be cast to.
+        layout: what this rank has of each parameter.
 
     Raises:
         NotTraceable: it cannot be a graph.
@@ -107,7 +108,7 @@ class StepTrace:
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], state: Sequence[Mapping[str, Any]],
                  numbers: Mapping[str, Place], shared: Mapping[tuple[int, int], int] = {},
-                 half: torch.dtype | None = None) -> None:
+                 half: torch.dtype | None = None, layout: Layout = WHOLE) -> None:
         self.name, self.numbers, self._class = type(optimizer).__name__, dict(numbers), type(optimizer)
         self._attributes = _attributes(optimizer)
         self._mode = FakeTensorMode()
@@ -116,7 +117,7 @@ class StepTrace:
         self._groups = [{**group, "params": [places[id(p)] if id(p) in places else _fake(self._mode, p, half)
                                              for p in group["params"]]} for group in optimizer.param_groups]
         self._now = {place: read_number(optimizer.param_groups, place) for place in self.numbers.values()}
-        self._params = [_fake(self._mode, p, half) for p in params]
+        self._params = [_fake(self._mode, layout.rows(p), half) for p in params]
         flat = [tree_flatten(dict(held)) for held in state]
         self._trees = [tree for _, tree in flat]
         self._leaves = [[_fake(self._mode, leaf, None) for leaf in leaves] for leaves, _ in flat]
@@ -130,8 +131,8 @@ class StepTrace:
         self.guards: list[tuple[Host, bool]] = []
         graph, _ = self.graph((True,) * len(params))
         self.num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
-        layout = _comparable([self._params, self._leaves]), self._held, self._shared, self.numbers
-        self.digest = hashlib.sha256(f"{graph.code}{layout}".encode()).hexdigest()[:16]
+        traced = _comparable([self._params, self._leaves]), self._held, self._shared, self.numbers
+        self.digest = hashlib.sha256(f"{graph.code}{traced}".encode()).hexdigest()[:16]
 
     def held_of(self, states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, Tensor]]:
         """Yield (place of the parameter, name, tensor) of the state that the graph takes as it is."""
@@ -321,11 +322,12 @@ _MAKERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, _Make]] = we
 
 
 def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
-                  half: torch.dtype | None = None, *, anew: bool = False) -> list[dict[str, Any]]:
+                  half: torch.dtype | None = None, layout: Layout = WHOLE, *, anew: bool = False) -> list[dict[str, Any]]:
     """Return the state of each parameter, of one that has none as the first step makes it: the step does one on a copy.
 
     Args:
         half: what float32 parameters are about to be cast to.
+        layout: what this rank has of each parameter.
         anew: for parameters that have a state, too.
 
     Raises:
@@ -341,11 +343,11 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
         if not isinstance(held, dict):
             raise NotTraceable(f"keeps {type(held).__name__} for a parameter, expected a dict")
         if held and not anew:
-            states.append(dict(held))
+            states.append({k: layout.placed(v, source) if isinstance(v, Tensor) else v for k, v in held.items()})
             continue
         dtype = half if half is not None and source.dtype == torch.float32 else source.dtype
         group = {k: v for k, v in group_of[id(source)].items() if k != "params"}
-        p = local_rows(source).detach().to(dtype)
+        p = layout.rows(source).detach().to(dtype)
         with torch.no_grad(), forked_random([p.device] if p.is_cuda else []), not_compiling():
             step = functools.partial(_first_step, type(optimizer), attributes, group)
             try:
@@ -357,7 +359,7 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
                 raise
             except Exception as error:
                 raise NotTraceable(_reason(error)) from error
-        states.append({name: tree_map(lambda leaf, p=source: sharded_like(leaf, p), held) for name, held in made.items()})
+        states.append({name: tree_map(lambda leaf, p=source: layout.as_state(leaf, p), held) for name, held in made.items()})
     return states
 
 

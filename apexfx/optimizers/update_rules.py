@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._torch import has_own_step, has_step_hooks, is_dtensor, tree_leaves, tree_map, viewed
+from .._torch import has_own_step, has_step_hooks, tree_leaves, tree_map, viewed
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
+from .layout import WHOLE, Layout
 from .symbolic_numbers import NotTraceable
 from .traced_step import TRACES, Place, SharedDiffer, StepTrace, initial_state, numbers_of, read_number, signature, unlike_state
 from .update import Update
@@ -24,7 +25,6 @@ from .update import Update
 FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
 Labels = Mapping[int, int]  # of parameters, by id
 Option = tuple[int, int, str]  # places of an optimizer, and of a group of it, and the name of an option of the group
-Placed = Callable[[Tensor, Tensor], Tensor]  # of a tensor of a parameter's state, and the parameter: what is to be in its place
 # Of a class of torch's: returns the update of a group's parameters of a dtype, which has none as yet; None without an op for it.
 _Maker = Callable[[dict[str, Any], torch.dtype], Update | None]
 
@@ -46,12 +46,13 @@ def schedulable(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict
 
 
 def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | None = None,
-                       changed: Mapping[int, Collection[str]] = {}) -> str:
+                       changed: Mapping[int, Collection[str]] = {}, layout: Layout = WHOLE) -> str:
     """Return why `optimizer` cannot update inside of the graph; "" where it can.
 
     Args:
         half: what float32 parameters are about to be cast to.
         changed: the options that a schedule changes, by the place of their group.
+        layout: what this rank has of each parameter.
     """
     if has_step_hooks(optimizer):
         return "hooks are registered around its step"
@@ -63,7 +64,7 @@ def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | Non
     if not fused and not has_op(optimizer, changed, half):
         try:
             traced_update(optimizer, {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}, {},
-                          changed, half)
+                          changed, half, layout=layout)
         except NotTraceable as error:
             return f"step() {error}"
         return ""
@@ -86,30 +87,25 @@ def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | Non
     return ""
 
 
-def whole(held: Tensor, p: Tensor) -> Tensor:
-    """Return the state of a parameter that is whole, whole: it was loaded of a step that shards it. Every rank has to do so."""
-    return held.full_tensor() if is_dtensor(held) and not is_dtensor(p) else held
-
-
 def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels,
-            changed: Mapping[int, Collection[str]], placed: Placed = whole) -> list[Update]:
+            changed: Mapping[int, Collection[str]], layout: Layout = WHOLE) -> list[Update]:
     """Return the updates of a step of an optimizer of which `unsupported_reason` has nothing to say; missing state is made.
 
     Args:
         trained: ids of the parameters to update.
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
         changed: the options that a schedule changes, by the place of their group: inputs of the graph.
-        placed: puts the state of a parameter where it belongs: rows of it, where each rank has those alone.
+        layout: what this rank has of each parameter.
     """
     if type(optimizer) in FUSED:
-        return optimizer.updates_of(trained)
+        return optimizer.updates_of(trained, layout)
     if not has_op(optimizer, changed):
-        return [traced_update(optimizer, trained, labels, changed, makes_state=True)]
-    return [update for group in optimizer.param_groups for update in _updates(optimizer, group, trained, labels, placed)]
+        return [traced_update(optimizer, trained, labels, changed, layout=layout, makes_state=True)]
+    return [update for group in optimizer.param_groups for update in _updates(optimizer, group, trained, labels, layout)]
 
 
 def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: Collection[int], labels: Labels,
-             placed: Placed) -> list[Update]:
+             layout: Layout) -> list[Update]:
     """Return the updates of a group: one for all parameters that were updated equally often, whose moments are corrected alike.
 
     What is missing of the state is made as torch makes it, so that a checkpoint of either resumes in the other. The counts of
@@ -123,9 +119,8 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
         update.params.append(p)
         for name, tensors in update.states.items():
             held = optimizer.state[p].get(name)
-            if held is None:
-                held = torch.zeros_like(p, memory_format=torch.preserve_format)
-            optimizer.state[p][name] = placed(held, p)
+            optimizer.state[p][name] = layout.placed(held, p) if held is not None else layout.as_state(
+                torch.zeros_like(layout.rows(p), memory_format=torch.preserve_format, requires_grad=False), p)
             tensors.append(optimizer.state[p][name])
     for (_, _, count), update in alike.items():
         if update.counts:
@@ -182,12 +177,13 @@ class TracedUpdate(Update):
 
 
 def traced_update(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels,
-                  changed: Mapping[int, Collection[str]], half: torch.dtype | None = None, *,
+                  changed: Mapping[int, Collection[str]], half: torch.dtype | None = None, *, layout: Layout = WHOLE,
                   makes_state: bool = False) -> TracedUpdate:
     """Return the update of all parameters of an optimizer by its own `step()`.
 
     Args:
         half: what float32 parameters are about to be cast to.
+        layout: what this rank has of each parameter.
         makes_state: whether the optimizer is given the state that it lacks.
 
     Raises:
@@ -195,20 +191,20 @@ def traced_update(optimizer: torch.optim.Optimizer, trained: Collection[int], la
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if id(p) in trained]
     _check_dtypes(optimizer, params)
-    states = initial_state(optimizer, params, half)
+    states = initial_state(optimizer, params, half, layout)
     names = numbers_of(optimizer, changed)
     known = _KNOWN.setdefault(optimizer, {})
     alike = _alike(params, states, labels)
-    key = repr((names, half, [*alike.values()], signature(optimizer, params, states, names)))
+    key = repr((names, half, layout.key, [*alike.values()], signature(optimizer, params, states, names)))
     trace, vectors = known.get(key, (None, []))
     if trace is None or not trace.holds(optimizer.param_groups):
-        trace, vectors = known[key] = _traced(optimizer, params, states, names, alike, half)
+        trace, vectors = known[key] = _traced(optimizer, params, states, names, alike, half, layout)
     trace = TRACES.setdefault(trace.digest, trace)
     update = TracedUpdate(f"{trace.name}.step()", {}, (), params, trace=trace, optimizer=optimizer)
     if makes_state:
         for p, held in zip(params, states):
-            if held and not optimizer.state.get(p):
-                optimizer.state[p] = held
+            if held:
+                optimizer.state.setdefault(p, held).update(held)
         update.vectors = [(_one_vector(optimizer, [params[place] for place in places], name, states[places[0]][name]),
                            [params[place] for place in places]) for name, places in vectors]
         held = trace.held_of([optimizer.state.get(p, {}) for p in params])
@@ -239,7 +235,7 @@ def _alike(params: Sequence[Tensor], states: Sequence[dict[str, Any]], labels: L
 
 
 def _traced(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states: Sequence[dict[str, Any]],
-            names: Mapping[str, Place], alike: dict[tuple[Any, ...], list[int]], half: torch.dtype | None,
+            names: Mapping[str, Place], alike: dict[tuple[Any, ...], list[int]], half: torch.dtype | None, layout: Layout,
             ) -> tuple[StepTrace, list[tuple[str, list[int]]]]:
     """Trace a step; return (name, places of parameters) of the numbers in their state, too, that they have in common.
 
@@ -250,7 +246,7 @@ def _traced(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states: 
         shared = {(place, _leaf_place(states[place], name)): index
                   for index, ((name, *_), places) in enumerate(alike.items()) for place in places}
         try:
-            trace = StepTrace(optimizer, params, states, names, shared, half)
+            trace = StepTrace(optimizer, params, states, names, shared, half, layout)
             return trace, [(name, places) for (name, *_), places in alike.items()]
         except SharedDiffer as error:
             key = [*alike][error.index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.plan import Bucket, Slot
+from ..buckets.bucket import Bucket, GradientSpec, Slot
+from ..buckets.plan import BucketPlan
 from ..buckets.windows import MARK
 from ..graph.inputs import apply_node
 from ..graph.nodes import NAME, call, inline, value
 from ..graph.printed_names import identifier
-from ..ops.own_rows import span
+from ..ops.own_rows import has_rows, span
 from .bucket_allreduce import BucketAllreduce, Emitter, gradient_name
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -58,20 +60,35 @@ class ScatterGradients(BucketAllreduce):
             self._take_rows(gm)
         return result
 
+    def _make_plan(self, specs: Sequence[GradientSpec]) -> BucketPlan:
+        """Have what has no dimension, and so no rows, in buckets of its own at the end, which an allreduce sums."""
+        plan = super()._make_plan(specs)
+        of_rows: list[Bucket] = []
+        others: dict[Any, tuple[Bucket, list[Slot]]] = {}
+        for bucket in plan.buckets:
+            if slots := [slot for slot in bucket.slots if slot.shape]:
+                of_rows.append(bucket if len(slots) == len(bucket.slots) else bucket.with_slots(slots, packed=False))
+            if slots := [slot for slot in bucket.slots if not slot.shape]:
+                others.setdefault(bucket.kind, (bucket, []))[1].extend(slots)
+        buckets = *of_rows, *(bucket.with_slots(slots, packed=False) for bucket, slots in others.values())
+        return dataclasses.replace(plan, buckets=buckets)
+
     def emitter(self, *args: Any) -> Emitter:
         return _RowsEmitter(*args, decompositions=self._decompositions())
 
     def _take_rows(self, gm: fx.GraphModule) -> None:
-        """Have the end of the step update rows of the parameters whose gradients are rows."""
+        """Have the end of the step update rows of the parameters, of which the gradients are rows."""
         node = apply_node(gm)
         params = list(node.args[0])
         for place, gradient in enumerate(node.args[1]):
-            if gradient is not None and MARK in gradient.meta:
-                index, p = gradient.meta[MARK], params[place]
-                with gm.graph.inserting_before(node):
-                    params[place] = call(gm.graph, own_rows, (p, self.world_size, self.group_name), like=node,
-                                         name=f"{identifier(p.meta[NAME])}_rows")
-                params[place].meta.update({ROWS: index, NAME: p.meta[NAME]})
+            if not has_rows(value(p := params[place])):
+                continue
+            with gm.graph.inserting_before(node):
+                params[place] = call(gm.graph, own_rows, (p, self.world_size, self.group_name), like=node,
+                                     name=f"{identifier(p.meta[NAME])}_rows")
+            params[place].meta[NAME] = p.meta[NAME]
+            if gradient is not None:
+                params[place].meta[ROWS] = gradient.meta[MARK]
         node.args = (params, *node.args[1:])
 
 
@@ -83,21 +100,29 @@ class _RowsEmitter(Emitter):
         self.decompositions = decompositions
 
     def flatten(self, index: int, bucket: Bucket, sources: Sequence[fx.Node], *, like: fx.Node) -> fx.Node:
+        if not bucket.slots[0].shape:
+            return super().flatten(index, bucket, sources, like=like)
         flat = inline(self.graph, _by_rank, (sources, self.plan.world_size), like=like, mode=self.mode,
                       decompositions=self.decompositions)
         return self.call(index, aten.view.default, (flat, [-1]), like=like, name=f"bucket_{index}")
 
     def reduce(self, index: int, flat: fx.Node, *, like: fx.Node) -> fx.Node:
+        if not self.plan.buckets[index].slots[0].shape:
+            return super().reduce(index, flat, like=like)
         return self.call(index, c10d.reduce_scatter_tensor.default, (flat, "sum", self.plan.world_size, self.plan.group_name),
                          like=like, name=f"bucket_{index}_started")
 
     def parts(self, index: int, bucket: Bucket, flat: fx.Node, *, like: fx.Node) -> list[fx.Node]:
+        if not bucket.slots[0].shape:
+            return super().parts(index, bucket, flat, like=like)
         sizes = [-(-slot.shape[0] // self.plan.world_size) * math.prod(slot.shape[1:]) for slot in bucket.slots]
         split = self.call(index, aten.split_with_sizes.default, (flat, sizes), like=like, name=f"bucket_{index}_parts")
         return [self.call(index, operator.getitem, (split, place), like=like, name=gradient_name(slot, flat=True))
                 for place, slot in enumerate(bucket.slots)]
 
     def restore(self, index: int, slot: Slot, part: fx.Node, *, like: fx.Node) -> fx.Node:
+        if not slot.shape:
+            return super().restore(index, slot, part, like=like)
         first, last = span(slot.shape[0], self.plan.world_size, self.plan.group_name)
         shape = (last - first, *slot.shape[1:])
         if (numel := math.prod(shape)) < value(part).numel():  # the last ranks have fewer rows than the others

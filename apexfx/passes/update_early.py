@@ -156,7 +156,9 @@ class _Part:
 
     def _moves(self) -> list[fx.Node]:
         """Return the nodes between the anchor and the update that have to come along, in order."""
-        copies = {p for i in self.members if (p := self.update.args[0][i]).op != "placeholder"}  # rows of parameters
+        lists = [argument for argument in self.update.args if isinstance(argument, (list, tuple)) and argument]
+        del lists[1]  # gradients
+        copies = {p for tensors in lists for i in self.members if (p := tensors[i]).op != "placeholder"}  # rows of parameters
         late = [node for node in self._waited | copies if self._places[node] > self._places[self.anchor]]
         return sorted(late, key=self._places.__getitem__)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..optimizers._base import FusedOptimizer
 from ..optimizers.held_state import check_held, check_options
+from ..optimizers.layout import WHOLE, Layout
 from ..optimizers.update_rules import FUSED, Option, has_op, options_of, unsupported_reason
 
 
@@ -21,7 +22,10 @@ class OptimizerList:
 
     Attributes:
         name: what messages call it: "AdamW", "[Muon, AdamW]".
+        layout: what this rank has of each parameter, and of its state.
     """
+
+    layout: Layout = WHOLE
 
     def __init__(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
         self._is_one = isinstance(optimizer, torch.optim.Optimizer)
@@ -40,7 +44,7 @@ class OptimizerList:
     def unsupported_reason(self, half: torch.dtype | None, changed: Collection[Option] = ()) -> str:
         """Return why none updates inside of the graph, as `unsupported_reason` of the first that cannot; "" where all do."""
         for place, each in enumerate(self._each):
-            if reason := unsupported_reason(each, half, options_of(place, changed)):
+            if reason := unsupported_reason(each, half, options_of(place, changed), self.layout):
                 return reason if self._is_one else f"{type(each).__name__}: {reason}"
         return ""
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .._torch import tensor_version
-from ..optimizers.update_rules import Labels, Option, Placed, TracedUpdate, options_of, updates, whole
+from ..optimizers.layout import WHOLE, Layout
+from ..optimizers.update_rules import Labels, Option, TracedUpdate, options_of, updates
 from .hyperparameters import text_for_number
 from .parts.update import ApplyStep, ApplyUpdate
 from .slots import Row
@@ -22,7 +23,7 @@ class OptimizerState:
         trained: ids of the parameters to update.
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
         scheduled: the options besides the learning rate that change from step to step.
-        placed: as of `update_rules.updates`.
+        layout: what this rank has of each parameter.
 
     Attributes:
         params: the parameters, in the order of the updates.
@@ -30,10 +31,10 @@ class OptimizerState:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], trained: Collection[int], labels: Labels,
-                 scheduled: Collection[Option] = (), placed: Placed = whole) -> None:
+                 scheduled: Collection[Option] = (), layout: Layout = WHOLE) -> None:
         self.labels = dict(labels)
         self.updates = [update for optimizer, each in enumerate(optimizers)
-                        for update in updates(each, trained, self.labels, options_of(optimizer, scheduled), placed)]
+                        for update in updates(each, trained, self.labels, options_of(optimizer, scheduled), layout)]
         self.params = [p for update in self.updates for p in update.params]
         self.scalars: dict[str, Tensor] = {
             f"{name}_{place}": torch.zeros((), dtype=update.number_dtype, device=update.params[0].device)

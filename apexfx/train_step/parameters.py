@@ -17,12 +17,16 @@ from ..compiler.process_groups import Groups
 from ..config import HALVES
 from ..distributed.agreement import Agreement
 from ..graph.shared_memory import overlapping
+from ..optimizers.fused_adagrad import FusedAdagrad
+from ..optimizers.fused_adam import FusedAdam
+from ..optimizers.fused_sgd import FusedSGD
 from ..optimizers.update_rules import Option
 from ..report.data import Report
 from .hyperparameters import check_numbers
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
+from .parts.part import Part
 
 
 def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList) -> list[Tensor]:
@@ -134,6 +138,33 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
         follows = f"; behind it, op by op: {', '.join(behind)}" if behind else ""
         report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}{waits}{follows}")
     return outside
+
+
+_BY_ELEMENT = (*(getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adamax",
+                                                         "Adadelta")), FusedAdagrad, FusedAdam, FusedSGD)
+_OF_ROWS = "a step of which each rank updates its rows of the parameters (under fully_shard(), or by shard=)"
+
+
+def check_by_element(optimizers: OptimizerList, parts: Sequence[Part]) -> None:
+    """Refuse optimizers, and parts of a user's own, that make an element of others: each rank has rows.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if others := [part for part in parts if not part.by_element]:
+        raise ValueError(f"apexfx: the part {others[0]} was given, and in {_OF_ROWS} a part has those rows; give its class "
+                         "by_element = True if what it makes of an element follows from that element, end.norm and end.norms "
+                         "alone")
+    if whole := [type(each).__name__ for each in optimizers if type(each) not in _BY_ELEMENT]:
+        raise ValueError(f"apexfx: {whole[0]} was given, and {_OF_ROWS} has "
+                         f"{', '.join(each.__name__ for each in _BY_ELEMENT)} alone; use one of them")
+
+
+def check_update_of_rows(optimizers: OptimizerList, outside: str) -> None:
+    """Refuse optimizers that update outside of the graph, of which `outside` is the reason."""
+    if outside:
+        raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph ({outside}), and {_OF_ROWS} updates inside of "
+                         "it alone; use another optimizer")
 
 
 def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList, groups: Groups,

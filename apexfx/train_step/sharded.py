@@ -20,6 +20,7 @@ from .._torch import local_rows, registries, under_fully_shard
 from ..passes.gather_shards import ShardGroup
 from .optimizer_list import OptimizerList
 from .options import StepOptions
+from .parameters import check_by_element
 
 
 class _Accumulated:
@@ -144,10 +145,6 @@ class ShardedModel:
         if unsupported := [name for name, value in given.items() if value]:
             raise ValueError(f"apexfx: {unsupported[0]}{'' if '=' in unsupported[0] else '='} was given, which a step of a model "
                              "under fully_shard() does not have yet; leave it out")
-        if whole := [part for part in options.parts if not part.by_element]:
-            raise ValueError(f"apexfx: the part {whole[0]} was given, and in a step of a model under fully_shard() a part has "
-                             "those rows that this rank has; give its class by_element = True if what it makes of an element "
-                             "follows from that element, end.norm and end.norms alone")
         if config.level.half_parameters:
             raise ValueError(f"apexfx: opt_level={config.opt_level!r} was given, which makes the parameters half, and those of a "
                              "model under fully_shard() stay as they are; give opt_level='O2'")
@@ -155,16 +152,7 @@ class ShardedModel:
             given = f"opt_level={config.opt_level!r}" if config.level.casts else "precision="
             raise ValueError(f"apexfx: {given} was given, and fully_shard() a MixedPrecisionPolicy that says in which dtypes to "
                              "compute, too; give opt_level='O0' and no precision=, or a policy of reduce_dtype alone")
-        by_element = [getattr(torch.optim, name) for name in _BY_ELEMENT]
-        if whole := [type(each).__name__ for each in optimizers if type(each) not in by_element]:
-            raise ValueError(f"apexfx: {whole[0]} was given, and a step of a model under fully_shard(), which updates rows of "
-                             f"parameters, has torch's {', '.join(_BY_ELEMENT)} alone; use one of them")
-
-    def check_update(self, optimizers: OptimizerList, outside: str) -> None:
-        """Refuse optimizers that update outside of the graph, of which `outside` is the reason."""
-        if outside:
-            raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph ({outside}), and a step of a model under "
-                             "fully_shard() updates inside of it alone; use another optimizer")
+        check_by_element(optimizers, options.parts)
 
     def reshard(self) -> None:
         """Drop whole parameters that an evaluation has left."""
@@ -223,9 +211,6 @@ class ShardedModel:
                 found.append(ShardGroup(each.name, tuple(places), tuple(shards[place].size[0] for place in places),
                                         each.policy.reduce_dtype, bool(each.reshards)))
         return found
-
-
-_BY_ELEMENT = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adamax", "Adadelta")
 
 
 def check_root(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,15 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from .._torch import is_dtensor
-from ..optimizers.update_rules import Option, has_op, options_of
+from ..ops.own_rows import has_rows, span
+from ..optimizers.layout import Layout
 from .optimizer_list import OptimizerList
 from .options import StepOptions
+from .parameters import check_by_element
 
 own_rows = torch.ops.apexfx.own_rows.default
 
 
-class ShardedUpdate:
-    """The rows that each rank updates.
+class ShardedUpdate(Layout):
+    """The rows that each rank updates; a parameter without any, of no dimension or no element, is updated whole by all.
 
     Args:
         group: the ranks.
@@ -28,41 +30,40 @@ class ShardedUpdate:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
+        self.key = f"rows of {group.rank()} of {group.size()}"
         self._mesh = DeviceMesh.from_group(group, device.type)
 
-    @staticmethod
-    def check_optimizers(optimizers: OptimizerList, scheduled: Collection[Option] = ()) -> None:
-        """Refuse optimizers that no op updates.
-
-        Args:
-            scheduled: the options besides the learning rate that change from step to step.
-
-        Raises:
-            ValueError: there is one.
-        """
-        for place, each in enumerate(optimizers):
-            if not has_op(each, options_of(place, scheduled)):
-                raise ValueError(f"apexfx: no op updates the parameters of {type(each).__name__}, and a step with shard= has "
-                                 "rows of them; use AdamW, Adam or SGD of torch over float32 parameters, without amsgrad, "
-                                 "maximize, dampening and schedules of other numbers than the learning rate, or leave shard= out")
+    def rows(self, p: Tensor) -> Tensor:
+        """Return a copy of this rank's rows of a parameter, or of a gradient."""
+        return own_rows(p.detach(), self.group.size(), self.group.group_name) if has_rows(p) else p
 
     def placed(self, held: Tensor, p: Tensor) -> Tensor:
-        """Return the state of a parameter, whole as a plain checkpoint has it, as the rows that this rank has."""
-        if is_dtensor(held) or not held.numel():
+        """Return a tensor of a parameter's state, whole as a plain checkpoint has it, as the rows that this rank has."""
+        if not has_rows(p) or held.shape != p.shape:
+            return super().placed(held, p)
+        if is_dtensor(held) and held.placements == (Shard(0),) and held.device_mesh.size() == self.group.size():
             return held
-        whole = torch.empty(held.shape, device="meta")  # for its strides
-        return DTensor.from_local(self._rows(held), self._mesh, [Shard(0)], run_check=False, shape=held.shape,
-                                  stride=whole.stride())
+        return self.as_state(self.rows(super().placed(held, p)), p)
+
+    def as_state(self, made: Tensor, p: Tensor) -> Tensor:
+        """Return what was made for the rows of a parameter as a tensor of its state: a DTensor."""
+        if is_dtensor(made) or not has_rows(p):
+            return made
+        first, last = span(len(p), self.group.size(), self.group.group_name)
+        if made.shape != (last - first, *p.shape[1:]):
+            return made
+        whole = torch.empty(p.shape, device="meta")  # for its strides
+        return DTensor.from_local(made, self._mesh, [Shard(0)], run_check=False, shape=p.shape, stride=whole.stride())
 
     def own(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return copies of this rank's rows of parameters, or of gradients."""
-        return [None if each is None else self._rows(each) if each.numel() else each for each in tensors]
+        return [None if each is None else self.rows(each) for each in tensors]
 
     def gather(self, rows: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         """Write the rows of all ranks to whole parameters."""
         of_dtype: dict[torch.dtype, list[int]] = {}
         for place, whole in enumerate(wholes):
-            if whole.numel():
+            if has_rows(whole):
                 of_dtype.setdefault(whole.dtype, []).append(place)
         for places in of_dtype.values():
             gathered = torch.ops.apexfx.gather_shards([rows[place] for place in places], [len(wholes[place]) for place in places],
@@ -70,11 +71,8 @@ class ShardedUpdate:
             for place, new in zip(places, gathered):
                 wholes[place].copy_(new)
 
-    def _rows(self, tensor: Tensor) -> Tensor:
-        return own_rows(tensor, self.group.size(), self.group.group_name)
 
-
-def check_options(options: StepOptions, optimizers: OptimizerList, trained: Sequence[Tensor]) -> None:
+def check_options(options: StepOptions, optimizers: OptimizerList) -> None:
     """Refuse what is not there yet beside `shard=`.
 
     Raises:
@@ -84,14 +82,11 @@ def check_options(options: StepOptions, optimizers: OptimizerList, trained: Sequ
         raise ValueError(f"apexfx: shard={options.shard!r} was given without ddp=True, and there are no ranks to share an "
                          "update; give ddp=True, too")
     safeguard = options.safeguard
-    given = {"parts= or ema=": options.parts, "keep_grads=": options.keep_grads, "fallback=": options.fallback,
+    given = {"fallback=": options.fallback,
              "replica_check_interval=": safeguard is not None and safeguard.replica_check_interval is not None,
              "record_dir=": safeguard is not None and safeguard.record_dir is not None,
              "O3": options.config.level.half_parameters, "inner='cudagraphs'": options.config.inner == "cudagraphs"}
     if unsupported := [name for name, value in given.items() if value]:
         raise ValueError(f"apexfx: {unsupported[0]} was given, which a step with shard={options.shard!r} does not have yet; "
                          "leave one of them out")
-    if any(not p.dim() for p in trained):
-        raise ValueError(f"apexfx: a parameter has no dimension, and a step with shard={options.shard!r} shares rows; make it of "
-                         "shape [1]")
-    ShardedUpdate.check_optimizers(optimizers)
+    check_by_element(optimizers, options.parts)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..optimizers._checkpoints import short
+from ..optimizers.layout import WHOLE, Layout
 from .parts.part import Slot
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,14 @@ class Slots:
         declared: all.
         like: a parameter that is trained.
 
+    Attributes:
+        layout: what this rank has of each parameter.
+
     Raises:
         ValueError: two have one name.
     """
+
+    layout: Layout = WHOLE
 
     def __init__(self, declared: Iterable[Slot], like: Tensor) -> None:
         self.declared: dict[str, Slot] = {}
@@ -99,7 +105,7 @@ class Slots:
         """Return what a parameter has of a slot, made where it has none."""
         held = self._of_params[slot.name]
         if p not in held:
-            held[p] = slot.make(p)
+            held[p] = self.layout.as_state(slot.make(self.layout.rows(p)), p)
         elif held[p].dtype != slot.dtype_for(p):
             held[p] = held[p].to(slot.dtype_for(p))
         return held[p]
@@ -165,7 +171,7 @@ class Slots:
                 own.fill_(slot.first) if given is None else own.copy_(given)
                 continue
             given = _found(state, slot) or {}
-            values = [(self._of(slot, named[name]), tensor.clone()) for name, tensor in given.items()]
+            values = [(self._of(slot, p := named[name]), self.layout.placed(tensor.clone(), p)) for name, tensor in given.items()]
             for tensor in self._of_params[slot.name].values():  # perhaps those that were given
                 tensor.fill_(slot.first)
             for own, value in values:

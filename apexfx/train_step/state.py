@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled, sharded_like
+from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled
 from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
@@ -25,7 +25,7 @@ from .hyperparameters import cycled, schedulable_options
 from .kept_buffers import KeptBuffers
 from .mean import StepMean
 from .optimizer_state import OptimizerState
-from .parameters import check_optimizer, check_state, trained_parameters
+from .parameters import check_optimizer, check_state, check_update_of_rows, trained_parameters
 from .parts import in_order
 from .parts.part import Part
 from .slots import Row, slots_of
@@ -92,17 +92,14 @@ def read(parts: Components, before: StepState, means: Tensor | None) -> StepStat
     names = names_of_parameters(parts)
     optimizers.check_held(names)
     outside = check_optimizer(optimizers, trained, options, parts.scales, parts.report, scheduled=scheduled)
-    if parts.sharded is not None:
-        parts.sharded.check_update(optimizers, outside)
-    if parts.sharded_update is not None:
-        parts.sharded_update.check_optimizers(optimizers, scheduled)
+    if parts.rows_over is not None:
+        check_update_of_rows(optimizers, outside)
     state = None
     if not outside:
         # Before numbers that parameters share are taken apart.
         check_state([*((names[id(p)], p) for p in trained), *optimizers.named_state(trained, names)])
         labels = before.optimizer.labels if before.optimizer is not None else {}
-        state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled,
-                               *([parts.sharded_update.placed] if parts.sharded_update is not None else []))
+        state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled, optimizers.layout)
     params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.gradient_sums))
     sums = [known[id(p)].to(dtype_of_sum(p)) if id(p) in known
             else torch.zeros_like(p, dtype=dtype_of_sum(p), requires_grad=False)
@@ -294,7 +291,7 @@ class TrainingState:
             self._drop_gradients()  # what no graph computed now is not to be applied
             left = iter(_unshared(gradients))
             for p, here in zip(now.params, present):
-                p.grad = sharded_like(next(left), p) if here else None
+                p.grad = optimizers.layout.as_state(next(left), p) if here else None
         if now.optimizer is not None:
             self._note_updated(now.params if all(present) else [p for p, here in zip(now.params, present) if here])
             return

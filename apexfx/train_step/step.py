@@ -38,7 +38,7 @@ from .model import StepModel, check_modules, check_traceable
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
-from .parameters import check_optimizer, set_up_step, trained_parameters
+from .parameters import check_optimizer, check_update_of_rows, set_up_step, trained_parameters
 from .parts import in_order
 from .parts.ema import AVERAGE, COUNT, averaged_model
 from .parts.loss_scale import SkipsTeller
@@ -91,10 +91,11 @@ class TrainStep:
         safeguard = None if options.safeguard is None else SafeguardLog(options.safeguard, slots[SKIPS], slots[STATE], slots[LOG])
         if sharded is not None:
             sharded.check(model, trained, optimizers, options)
+        if (sharded_update := _sharded_update(options, groups, optimizers, device)) is not None:
+            slots.layout = optimizers.layout = sharded_update
         self._outside = check_optimizer(optimizers, trained, options, scales, report, casts_to)
-        if sharded is not None:
-            sharded.check_update(optimizers, self._outside)
-        sharded_update = _sharded_update(options, groups, optimizers, trained)
+        if sharded is not None or sharded_update is not None:
+            check_update_of_rows(optimizers, self._outside)
         self._note_ranks_apart(options)
         # From here on, things change.
         if device.type == "cpu":
@@ -381,7 +382,7 @@ class TrainStep:
         """A new copy of the model, made now: averages in the place of the parameters (in their dtype), buffers as they are.
 
         It is in the mode of the model. A parameter that no update was averaged of is the model's, and one that is not trained any
-        more stays what its average was. Parameters of the objective are not averaged.
+        more stays what its average was. Parameters of the objective are not averaged. With `shard=` all ranks read it at once.
 
         Raises:
             RuntimeError: the step averages nothing, or a previous step failed after it had modified state.
@@ -392,6 +393,9 @@ class TrainStep:
             raise RuntimeError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
                                "ema=apexfx.EMA(decay=0.9999)")
         self._state.check_whole()
+        parts = self._parts
+        if parts.sharded_update is not None and parts.agreement is not None:
+            parts.agreement.ensure("calls before step.ema_model, which gathers averages", [self._state.num_calls])
         return averaged_model(self.model, slots.of_params(AVERAGE), slots.of_params(COUNT))
 
     def print_readable(self, *, stage: str = "step", after: str | None = None, graph: int = 0, print_output: bool = True) -> str:
@@ -442,14 +446,14 @@ class TrainStep:
 
 
 def _sharded_update(options: StepOptions, groups: Groups, optimizers: OptimizerList,
-                    trained: Sequence[Tensor]) -> ShardedUpdate | None:
+                    device: torch.device) -> ShardedUpdate | None:
     """Return what shards the update where `shard=` asks for that."""
     if options.shard is None:
         return None
     from .sharded_update import ShardedUpdate, check_options
 
-    check_options(options, optimizers, trained)
-    return ShardedUpdate(groups.gradients, trained[0].device)
+    check_options(options, optimizers)
+    return ShardedUpdate(groups.gradients, device)
 
 
 def _sharded(model: nn.Module) -> ShardedModel | None:

@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+import apexfx
+
 
 class Attention(nn.Module):
     """Pre-norm attention and MLP of a small GPT; its biases have as many rows as there are channels."""
@@ -202,3 +204,18 @@ def plain(name):
 def whole(tensors):
     """Return {name: value} of DTensors, or others, whole."""
     return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()}
+
+
+class Scaled(apexfx.Part):
+    """Divides each gradient by its norm, and keeps means of gradients, and the norms."""
+
+    reads_norms, by_element = True, True
+
+    def slots(self):
+        return apexfx.Slot("mean", each="tensor"), apexfx.Slot("norms", each="number")
+
+    def apply(self, end):
+        end.slot("norms").copy_(end.norms)
+        for mean, g in zip(end.slots("mean"), end.gradients()):
+            mean.lerp_(g.float(), 0.5)
+        end.set_gradients([g / (norm + 1).to(g.dtype) for g, norm in zip(end.gradients(), end.norms.unbind())])

@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import apexfx
+from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedSGD
 from tests.distributed.launch import run_ranks
-from tests.distributed.sharded_models import MODELS, batches, plain, sharded, train, whole
+from tests.distributed.sharded_models import MODELS, Scaled, batches, plain, sharded, train, whole
 from tests.tables import table
 
 OPTIMIZERS = {
@@ -22,6 +23,9 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5, weight_decay=2.0**-6),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
+    "fused adam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.01),
+    "fused sgd": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "fused adagrad": lambda params: FusedAdagrad(params, lr=0.1),
 }
 
 
@@ -72,7 +76,7 @@ def near_one_process(rank, world_size, name, kind, max_grad_norm):
 
 @table(1, "world_size, name, kind, max_grad_norm", [
     (2, "float64", "adamw", 0.05), (4, "mlp", "sgd", None), (2, "gpt", "sgd", 0.2), (4, "float64", "adamw", float("inf")),
-    (3, "few rows", "sgd", 0.1), (4, "gpt", "sgd", None)])
+    (4, "few rows", "sgd", 0.1), (4, "gpt", "sgd", None)])
 def test_a_step_is_that_of_one_process_with_the_whole_batch(world_size, name, kind, max_grad_norm):
     run_ranks(near_one_process, world_size, name, kind, max_grad_norm)
 
@@ -143,21 +147,6 @@ def means(rank, world_size):
     steps[1].flush()
     torch.testing.assert_close(steps[1].mean_loss, steps[0].mean_loss)
     torch.testing.assert_close(whole(ours.state_dict()), reference.state_dict(), rtol=1e-12, atol=1e-12)
-
-
-class Scaled(apexfx.Part):
-    """Divides each gradient by its norm, and keeps means of gradients, and the norms."""
-
-    reads_norms, by_element = True, True
-
-    def slots(self):
-        return apexfx.Slot("mean", each="tensor"), apexfx.Slot("norms", each="number")
-
-    def apply(self, end):
-        end.slot("norms").copy_(end.norms)
-        for mean, g in zip(end.slots("mean"), end.gradients()):
-            mean.lerp_(g.float(), 0.5)
-        end.set_gradients([g / (norm + 1).to(g.dtype) for g, norm in zip(end.gradients(), end.norms.unbind())])
 
 
 def ends(rank, world_size):
@@ -231,6 +220,7 @@ def near_ddp(rank, world_size, name, level, kind, inner):
 @table(1, "name, level, kind, inner", [
     ("gpt", "O2", "sgd", "eager"), ("mlp", "O0", "adamw", "eager"), ("cnn", "O1", "sgd", "eager"),
     ("mlp", "O1", "adamw", "eager"), ("gpt", "O0", "adamw", "inductor"),
+    *(("few rows", "O0", kind, "eager") for kind in ("fused adam", "fused sgd", "fused adagrad")),
     *((name, "O0", "sgd", "inductor") for name in ("cnn", "odd", "sequence")), ("mlp", "O2", "sgd", "inductor")], by_turns=True)
 def test_a_step_is_that_of_the_whole_model_with_ddp(name, level, kind, inner):
     run_ranks(near_ddp, 2, name, level, kind, inner)

@@ -9,16 +9,29 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed import checkpoint
 
 import apexfx
+from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
 from tests.distributed.launch import run_ranks
-from tests.distributed.sharded_models import MODELS, Net, batches, perceptron, plain, whole
+from tests.distributed.sharded_models import MODELS, Net, Scaled, batches, perceptron, plain, train, whole
 from tests.fake_group import fake_process_group
+from tests.tables import table
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adam, amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, maximize=True, weight_decay=0.01),
+    "sgd, maximize": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.1, betas=(0.5, 0.6), decoupled_weight_decay=True),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5, weight_decay=0.01),
+    "fused adam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.01, master_weights=True),
+    "fused sgd": lambda params: FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, wd_after_momentum=True),
+    "fused adagrad": lambda params: FusedAdagrad(params, lr=0.1),
 }
 
 
@@ -35,11 +48,35 @@ class Gathers(Net):
         return F.cross_entropy(output, targets) + every.square().mean()
 
 
+class Scales(nn.Module):
+    """Has parameters without a dimension, one of them tied, and one without an element."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale, self.shift = nn.Linear(5, 5), nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(0.1))
+        self.again, self.none = self.scale, nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x):
+        return self.layer(x * self.scale) + self.again * self.shift + self.none.sum()
+
+
+OWN = {
+    "gathers": lambda: Gathers(perceptron(), perceptron()),
+    "scales": lambda: Net(Scales(), perceptron()),
+    "scales, float64": lambda: Net(Scales()).double(),
+    "half": lambda: Half(perceptron()).bfloat16(),
+}
+
+
+class Half(Net):
+    @staticmethod
+    def loss(output, targets):
+        return F.cross_entropy(output.float(), targets)
+
+
 def new(name):
-    if name != "gathers":
-        return plain(name)
     torch.manual_seed(0)
-    return Gathers(perceptron(), perceptron())
+    return OWN[name]() if name in OWN else plain(name)
 
 
 def like_ddp(rank, world_size, name, kind, options):
@@ -50,8 +87,12 @@ def like_ddp(rank, world_size, name, kind, options):
         model = new(name)
         optimizer = OPTIMIZERS[kind](p for p in model.parameters() if p.requires_grad)
         steps.append(make(model, optimizer, shard=shard, **options))
-    limits = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
-    for batch in batches(steps[0].model, 5, rank, world_size):
+    double = next(steps[0].model.parameters()).dtype == torch.float64
+    limits = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-12, "atol": 1e-12} if double else {"rtol": 1e-5, "atol": 1e-6}
+    for place, batch in enumerate(batches(steps[0].model, 5, rank, world_size)):
+        for group in (group for step in steps for group in step.optimizer.param_groups):
+            if "betas" in group and place > 1:  # as a schedule
+                group["betas"] = (0.8 - 0.1 * place, group["betas"][1])
         expected, loss = (step(*batch) for step in steps)
         torch.testing.assert_close(loss, expected, **limits)
     for step in steps:
@@ -66,11 +107,14 @@ def like_ddp(rank, world_size, name, kind, options):
         held, of_ours = (step.optimizer.state.get(each, {}) for step, each in zip(steps, (p, own)))
         torch.testing.assert_close(whole(of_ours), held, **limits)
         for key, x in of_ours.items():
-            if held[key].dim():
+            if held[key].dim() and p.numel():
                 assert x._local_tensor.shape[0] == max(0, min(-(-len(p) // world_size), len(p) - rank * -(-len(p) // world_size)))
 
 
-ROWS = [(name, "adamw", {}) for name in MODELS if name != "float64"] + [
+ROWS = [(name, "adamw", {}) for name in MODELS] + [(name, kind, {}) for kind in OPTIMIZERS for name in ("few rows", "float64")
+                                                   if not (kind.startswith("fused") and name == "float64")] + [
+    ("half", "fused adam", {}), ("half", "adamw", {}), ("scales", "adamw", {}), ("odd", "adadelta", {}),
+    ("scales", "sgd", {"accumulate": 2}),
     ("mlp", "sgd", {"loss_scale": 1024.0, "ddp": apexfx.BucketConfig(message_size=60)}),
     ("gpt", "sgd", {"max_grad_norm": 0.05}),
     ("cnn", "adamw", {"sync_bn": True, "opt_level": "O1"}),
@@ -78,6 +122,7 @@ ROWS = [(name, "adamw", {}) for name in MODELS if name != "float64"] + [
     ("mlp", "adamw", {"accumulate": 2}),
     ("few rows", "sgd", {"accumulate": 2, "max_grad_norm": 0.05, "safeguard": True}),
     ("gathers", "adamw", {"ddp": apexfx.BucketConfig(message_size=60)}),
+    ("scales, float64", "rmsprop", {"max_grad_norm": 0.05, "safeguard": True, "accumulate": 2}),
 ]
 
 
@@ -93,7 +138,70 @@ def test_a_sharded_update_has_the_bits_of_ddp(rows):
 
 @pytest.mark.long
 def test_on_four_ranks_a_sharded_update_is_that_of_ddp():
-    run_ranks(many, 4, [row for row in ROWS if row[1] == "sgd"], timeout=900)
+    run_ranks(many, 4, [row for row in ROWS if row[1] in ("sgd", "rmsprop")], timeout=900)
+
+
+def near_one_process(rank, world_size, name, kind, options):
+    reference, ours = new(name), new(name)
+    optimizers = [OPTIMIZERS[kind](model.parameters()) for model in (reference, ours)]
+    step = make(ours, optimizers[1], shard="optimizer", **options)
+    losses = train(reference, optimizers[0], batches(reference, 5), options.get("max_grad_norm"))
+    means = [step(*batch) / world_size for batch in batches(ours, 5, rank, world_size)]
+    for mean in means:
+        dist.all_reduce(mean)
+    tolerance = 1e-12 if "float64" in name else 1e-6
+    torch.testing.assert_close(means, losses, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours.state_dict(), reference.state_dict(), rtol=tolerance, atol=tolerance)
+    assert len(step.report.graphs) == 1
+
+
+@table(1, "world_size, name, kind, options", [
+    (2, "scales, float64", "adamw", {"max_grad_norm": 0.05, "loss_scale": 1024.0}), (4, "float64", "adam, amsgrad", {}),
+    (4, "scales, float64", "rmsprop", {"max_grad_norm": 0.05}), (4, "gpt", "sgd", {"max_grad_norm": 0.2})], by_turns=True)
+def test_a_step_is_that_of_one_process_with_the_whole_batch(world_size, name, kind, options):
+    run_ranks(near_one_process, world_size, name, kind, options)
+
+
+def ends(rank, world_size):
+    """Averages, parts of one's own and gradients that are kept are those of ddp=True, and go to and from a step of it."""
+    options = {"ema": apexfx.EMA(0.9), "parts": [Scaled()], "max_grad_norm": 0.05, "keep_grads": True,
+               "safeguard": apexfx.Safeguard(spike_factor=9.0)}
+    close = {"rtol": 1e-12, "atol": 1e-12}
+
+    def steps_of(options):
+        models = [new("scales, float64") for _ in range(2)]
+        return [make(model, OPTIMIZERS["rmsprop"](model.parameters()), shard=shard, **options)
+                for model, shard in zip(models, (None, "optimizer"))]
+
+    def same(theirs, ours):
+        torch.testing.assert_close(ours.model.state_dict(), theirs.model.state_dict(), **close)
+        grads = [{name: p.grad for name, p in step.model.named_parameters()} for step in (theirs, ours)]
+        torch.testing.assert_close(whole(grads[1]), grads[0], **close)
+        torch.testing.assert_close(ours.ema_model.state_dict(), theirs.ema_model.state_dict(), **close)
+        torch.testing.assert_close(whole(ours.slot("mean")), theirs.slot("mean"))
+        torch.testing.assert_close(ours.slot("norms"), theirs.slot("norms"))
+
+    steps, data = steps_of(options), batches(new("scales, float64"), 5, rank, world_size)
+    for batch in data[:3]:
+        torch.testing.assert_close(*(step(*batch) for step in steps), **close)
+    same(*steps)
+    assert steps[1].slot("mean")["first.weight"]._local_tensor.shape == (3 - rank, 7)
+    states = [copy.deepcopy(step.state_dict()) for step in steps]
+    for batch in data[3:]:
+        for step in steps:
+            step(*batch)
+    for given in zip(states, reversed(states)):
+        going = steps_of(options)
+        for step, state in zip(going, given):
+            step.load_state_dict(copy.deepcopy(state))
+            for batch in data[3:]:
+                step(*batch)
+        same(*going)
+        same(steps[0], going[1])
+
+
+def test_the_parts_of_a_step_are_those_of_ddp():
+    run_ranks(ends, 2)
 
 
 def resumed(rank, world_size, folder, every):
@@ -141,9 +249,9 @@ def test_state_goes_to_and_from_ddp_whole_and_by_dcp(tmp_path, every):
 REFUSED = {
     "without ddp=True": {"ddp": False},
     "expected 'optimizer'": {"shard": "parameters"},
-    "parts= or ema= was given": {"ema": apexfx.EMA(decay=0.9)},
-    "keep_grads= was given": {"keep_grads": True},
-    "no op updates the parameters of RMSprop": {"optimizer": torch.optim.RMSprop},
+    "the part Part.. was given, and in a step": {"parts": [apexfx.Part()]},
+    "FusedLAMB was given": {"optimizer": FusedLAMB},
+    "SGD updates outside of the graph": {"optimizer": lambda params: torch.optim.SGD(params, momentum=0.9, dampening=0.1)},
     "O3 was given": {"opt_level": "O3"},
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..._torch import under_fully_shard
 from ...config import is_number
 from ...optimizers.end_of_step import EndOfStep
+from ...optimizers.layout import WHOLE
 from .part import Part, Slot
 
 aten = torch.ops.aten
@@ -93,7 +94,7 @@ def averaged_model(model: nn.Module, averages: Mapping[Tensor, Tensor], counts: 
     copied: dict[int, Any] = {}  # by id, what `deepcopy` takes
     for p in model.parameters():
         if p in averages:
-            copied[id(p)] = nn.Parameter(torch.where(counts[p] > 0, averages[p], p).to(p.dtype), p.requires_grad)
+            copied[id(p)] = nn.Parameter(torch.where(counts[p] > 0, WHOLE.placed(averages[p], p), p).to(p.dtype), p.requires_grad)
     try:
         return copy.deepcopy(model, copied)
     except Exception as error:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...graph.collectives import wait
 from ...ops.apply_gradients import norm_dtype
+from ...ops.own_rows import on_first_rank
 from ...optimizers.end_of_step import EndOfStep
 from ...optimizers.update import clip_coefficient
 from .part import Part, Slot
@@ -87,9 +88,11 @@ def measured(grads: Sequence[Tensor], inverse: Tensor | None, *, of_each: bool,
     """Return the norm of the unscaled gradients, those of each where `of_each` says so, and found_inf.
 
     Args:
-        sharded_over: the group of which each rank has its rows: norm and found_inf are then those of all, by one small sum.
+        sharded_over: the group of which each rank has its rows: norm and found_inf are then those of all, by one small sum. What
+            has no dimension every rank has whole, and it is counted once.
     """
     if sharded_over is not None:
+        grads = [g if g.dim() else on_first_rank(g, sharded_over) for g in grads]
         norm, norms, found_inf = measured(grads, inverse, of_each=of_each)
         own = torch.cat([(norms if of_each else norm.reshape(1)).double().square(), found_inf.double().reshape(1)])
         squares, found = wait(torch.ops._c10d_functional.all_reduce.default(own, "sum", sharded_over)).tensor_split([-1])

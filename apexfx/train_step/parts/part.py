@@ -69,7 +69,7 @@ class Part:
         place: where a part of one's own runs: "before_clip", "after_clip" or "after_update".
         reads_norms: whether it reads `end.norm` or `end.norms`, which are measured then, in one pass over the gradients.
         by_element: whether what it makes of an element follows from that element of parameter, gradient and slots alone, and from
-            `end.norm` and `end.norms`: for a model under `fully_shard`, of which each rank has rows.
+            `end.norm` and `end.norms`: for a step of which each rank has rows, under `fully_shard` or by `shard=`.
         updates: whether it updates parameters.
         reads_halves: whether a half gradient may be read before it was widened for its parameter, by one that updates.
         may_skip: whether it may have a step skipped.
