@@ -1,9 +1,8 @@
 """The register of torch's faults: each small program is wrong on plain torch, and the test of it fails on the day it is not.
 
-Then the row goes, and what it names, once no supported version of torch has the fault (docs/torch_versions.md). Faults that no
-small program of plain torch shows have a test of their own: `_torch.py` close_frames and is_remapped_collective, in
-`lowerings.py` aten._efficientzerotensor and slice_scatter, in `_torch_compilers.py` forget_specialized_floats, `torch_faults.py`
-specialize_kept_floats, `compiled_model.py` dynamo_skip, `inner_compilers.py` _partition, and nn.SyncBatchNorm on the CPU.
+Then the row goes, and what it names, once no supported version of torch has the fault (docs/torch_versions.md). One fault has no
+program here: Dynamo fails at the exception table of `compiled_model.py` _run, which dynamo_skip keeps it off, and captures small
+functions like it; `test_transform.py` runs a transformed model under an outer torch.compile.
 """
 
 from __future__ import annotations
@@ -20,12 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import default_partition
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
+from tests.fake_group import fake_process_group
 from tests.small_models import Model
 from tests.tables import table
 
@@ -245,6 +248,58 @@ def unrolled_gru() -> bool:
     return nodes[0] != nodes[1]
 
 
+@fault("a float that one capture made a constant is one in later captures of other functions, too",
+       ours="_torch_compilers.py forget_specialized_floats")
+def constants_of_another_function() -> bool:
+    def graphs_of(function: Callable[..., Any]) -> int:
+        before = counters["stats"]["unique_graphs"]
+        run = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+        for number in (0.5, 0.6, 0.7):
+            run(torch.ones(2), number)
+        return counters["stats"]["unique_graphs"] - before
+
+    torch.compiler.reset()
+    graphs_of(lambda x, number: torch.full((2,), number) * x)
+    return graphs_of(lambda x, number: x * number) > 1
+
+
+@fault("a float that the forward changes and keeps is, by the cache of AOTAutograd, that of an earlier graph", slow=True,
+       ours="compiler/torch_faults.py specialize_kept_floats")
+def kept_floats() -> bool:
+    def forward(m, x):
+        m.factor = m.factor + 0.25
+        return x * m.factor
+
+    run = compiled(Model(forward, factor=1.0), "inductor")
+    return [run(torch.ones(())).item() for _ in range(5)] != [1.25, 1.5, 1.75, 2.0, 2.25]
+
+
+@fault("a collective that eager does not differentiate is differentiated", ours="_torch.py is_remapped_collective")
+def differentiated_collectives() -> bool:
+    def gathered(x):
+        out = [torch.zeros(2), torch.zeros(2)]
+        dist.all_gather(out, x * 1)
+        return out[0]
+
+    x = torch.ones(2, requires_grad=True)
+    with fake_process_group(2):
+        return compiled(gathered)(x).requires_grad and not gathered(x).requires_grad
+
+
+@fault("a forward derivative that is not captured switches autograd off once its frames are closed", slow=True,
+       ours="_torch.py close_frames")
+def autograd_off_behind_frames() -> bool:
+    return unpatched("import gc\n"
+                     "w = torch.ones(2, requires_grad=True)\n"
+                     "norm = lambda x: torch.nn.functional.layer_norm(x, (2,), w)\n"
+                     "gradient = lambda x: torch.autograd.grad(torch.func.jvp(norm, (x,), (x,))[1].sum(), w)\n"
+                     "torch._dynamo.config.trace_autograd_ops = True\n"
+                     "try: torch.compile(gradient, backend='aot_eager', fullgraph=True)(torch.ones(2, 2))\n"
+                     "except Exception: pass\n"
+                     "gc.collect()\n"
+                     "print('records', (w * 1).requires_grad)").endswith("records False\n")
+
+
 # ---- AOTAutograd: what is lost ----------------------------------------------------------------------------------------------
 
 
@@ -318,6 +373,17 @@ def layout_of_batch_norm() -> bool:
     return raises("view size is not compatible", lambda: compiled(forward)(*args))
 
 
+@fault("the result of an op of several that nothing reads is taken for one tensor", ours="compiler/inner_compilers.py _partition")
+def unread_results() -> bool:
+    def forward(x):
+        F.dropout(x, 0.5)
+        return x * 2
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph, partition_fn=default_partition)
+    with torch._inductor.config.patch(fallback_random=True):
+        return raises("to be a tensor", lambda: compiled(forward, backend)(torch.ones(2, requires_grad=True)))
+
+
 # ---- autograd and ops, in eager torch, too ----------------------------------------------------------------------------------
 
 
@@ -378,6 +444,12 @@ def fused_sgd_of_halves() -> bool:
 @fault("avg_pool3d has no half kernel on the CPU", ours='precision/rules.py, "pooling"')
 def half_avg_pool3d() -> bool:
     return raises("not implemented", lambda: F.avg_pool3d(torch.ones(1, 1, 2, 2, 2, dtype=torch.bfloat16), 2))
+
+
+@fault("nn.SyncBatchNorm refuses tensors of the CPU", ours="compiler/dynamo_batch_norm.py SyncBatchNorm, on the CPU alone")
+def synchronized_batch_norm_on_the_cpu() -> bool:
+    with fake_process_group(2):
+        return raises("expected input tensor to be on GPU", lambda: nn.SyncBatchNorm(2)(torch.randn(3, 2)))
 
 
 # ---- Inductor: what is rewritten --------------------------------------------------------------------------------------------
@@ -478,6 +550,28 @@ def equal_gradients() -> bool:
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         one, other = compiled(gradients, "inductor")(*(torch.ones(2, requires_grad=True) for _ in range(2)))
     return one.data_ptr() == other.data_ptr()
+
+
+@fault("the gradient of a slice whose length is read from data is not lowered", slow=True,
+       ours="compiler/lowerings.py _slice_scatter")
+def slices_by_data() -> bool:
+    return "Could not guard on data-dependent" in unpatched(
+        "gradient = lambda x, n: torch.autograd.grad(x[:, :n.max().item()].square().mean(), x)\n"
+        "torch._dynamo.config.trace_autograd_ops = torch._dynamo.config.capture_scalar_outputs = True\n"
+        "torch.compile(gradient, fullgraph=True)(torch.ones(2, 4, requires_grad=True), torch.tensor([2]))")
+
+
+@fault("tangents that are zero are made by a call that gives them no memory", slow=True,
+       ours="compiler/lowerings.py _efficientzerotensor")
+def zero_tangents() -> bool:
+    return "aten._efficientzerotensor.default(" in unpatched(
+        "from torch._inductor.utils import run_and_get_code\n"
+        "b = torch.ones(2, requires_grad=True)\n"
+        "linear = lambda x: torch.nn.functional.linear(x, torch.ones(2, 2), b)\n"
+        "layer = lambda x: linear(linear(x).tanh())\n"
+        "gradient = lambda x: torch.autograd.grad(torch.func.jvp(layer, (x,), (x,))[1].square().mean(), b)\n"
+        "torch._dynamo.config.trace_autograd_ops = True\n"
+        "print(run_and_get_code(torch.compile(gradient, fullgraph=True), torch.ones(2, 2)))")
 
 
 # ---- the register -----------------------------------------------------------------------------------------------------------
