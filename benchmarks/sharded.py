@@ -1,6 +1,7 @@
 """Time a step of a model under fully_shard against FSDP2's own loop, and tell what a rank holds of it.
 
     python benchmarks/sharded.py [--depth 4] [--width 192] [--rounds 15] [--json results/sharded.json]
+    python benchmarks/sharded.py --muon [--products float32] --depth 4 --width 96 --json results/sharded_muon.json
     python benchmarks/sharded.py --memory 2 4 --depth 8 --width 512 --batch 32 --json results/sharded_memory.json \\
         --picture ../docs/sharded_memory.svg
 
@@ -11,6 +12,11 @@ slows them alike. `gloo`: two ranks of one thread each,
 the slower of them. `link`: one of two ranks behind a simulated link of 250 MB/s (slow_link.py), which takes no processor. There
 is no stream on a CPU, so that FSDP2 waits for each gather and each sum; `prefetching` has it start gathers ahead, as far as its
 API goes (`set_modules_to_forward_prefetch`, `_set_unshard_async_op`).
+
+With --muon: steps by Muon for the matrices of the blocks and AdamW for the rest, unclipped, with `ddp=True`, with
+`shard="optimizer"`, too, and of a model under `fully_shard`; how many times as fast as `ddp=True`. With `--products float32`
+directions are made orthogonal by products of float32: where those of bfloat16 are many times as slow, as on a processor that has
+none, Muon would be all that is measured.
 
 With --memory: MiB that a rank of so many has more, once model, optimizer and step are there and have made two steps, and what
 `report.memory()` says of it; a picture of that.
@@ -37,9 +43,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import apexfx
+from apexfx.ops import orthogonalize, orthogonalize_rows
 
 MEGABYTES_PER_S = 250
-BASE, PREFETCHING = "compiled blocks", "compiled blocks, prefetching"
+BASE, PREFETCHING, WHOLE = "compiled blocks", "compiled blocks, prefetching", "ddp=True"
 
 
 class Block(nn.Module):
@@ -92,24 +99,45 @@ def step_of(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
     return apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O0", max_grad_norm=1.0, **options)
 
 
+def muon_steps(depth: int, width: int) -> dict[str, Callable[..., Tensor]]:
+    """Return training steps whose matrices Muon updates."""
+    variants: dict[str, Any] = {WHOLE: {"ddp": True}, 'shard="optimizer"': {"ddp": True, "shard": "optimizer"}, "fully_shard": {}}
+    steps = {}
+    for name, options in variants.items():
+        model = (whole if options else sharded)(depth, width)
+        matrices = [p for p in model[1].parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+        optimizers = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
+        steps[name] = apexfx.train_step(model, F.cross_entropy, optimizers, opt_level="O0", **options)
+    return steps
+
+
+def multiply_in_float32() -> None:
+    own = orthogonalize.orthogonal
+    for module in (orthogonalize, orthogonalize_rows):
+        module.orthogonal = lambda matrix, *numbers: own(matrix.float(), *numbers).bfloat16()
+
+
 def batch_of(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
     return torch.randn(options.batch, options.width), torch.randint(0, 10, (options.batch,))
 
 
 def measure(options: argparse.Namespace, link: str) -> list[dict[str, Any]]:
     """Return the rows of one rank; every rank has to call it."""
-    sizes = options.depth, options.width
-    steps = {"eager loop": loop_of(sharded(*sizes)), BASE: loop_of(sharded(*sizes, compiled=True)),
-             PREFETCHING: loop_of(sharded(*sizes, compiled=True, prefetching=True)),
-             "train_step": step_of(sharded(*sizes))}
+    sizes, base = (options.depth, options.width), WHOLE if options.muon else BASE
+    if options.products == "float32":
+        multiply_in_float32()
+    steps = muon_steps(*sizes) if options.muon else {
+        "eager loop": loop_of(sharded(*sizes)), BASE: loop_of(sharded(*sizes, compiled=True)),
+        PREFETCHING: loop_of(sharded(*sizes, compiled=True, prefetching=True)), "train_step": step_of(sharded(*sizes))}
     calls = {name: functools.partial(step, *batch_of(options)) for name, step in steps.items()}
     times = harness.interleave(calls, rounds=options.rounds + 3, before=lambda _: dist.barrier())
     times = {name: taken[3:] if dist.get_backend() == "fake" else harness.slowest(taken[3:]) for name, taken in times.items()}
     rows = []
     for name, taken in times.items():
         row = {"link": link, "variant": name, "ms": 1e3 * statistics.median(taken)}
-        for prefix, base in (("", BASE), ("prefetching ", PREFETCHING))[:2 if name == "train_step" else 1]:
-            ratios = harness.interval([base / each for base, each in zip(times[base], taken)])
+        for prefix, beside in (("", base), ("prefetching ", PREFETCHING))[:2 if name == "train_step" else 1]:
+            ratios = harness.interval([theirs / each for theirs, each in zip(times[beside], taken)])
             row |= {f"{prefix}{key}": ratio for key, ratio in zip(("low", "ratio", "high"), ratios)}
         rows.append(row)
     return rows
@@ -166,6 +194,8 @@ def main() -> None:
     parser = harness.parser(__doc__)
     for name, default in (("depth", 4), ("width", 192), ("batch", 256), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--muon", action="store_true")
+    parser.add_argument("--products", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--memory", type=int, nargs="+", metavar="RANKS")
     for name in ("json", "picture"):
         parser.add_argument(f"--{name}", type=Path)

@@ -107,6 +107,11 @@ class SlowLink(dist.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> SlowWork:
         return self.reduce_scatter_single_coalesced([output], [given])
 
+    @torch.compiler.disable
+    def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, *_: Any) -> SlowWork:
+        output.copy_(given)
+        return self._send([output], [output])
+
     # What wrappers need while they are set up is instant.
 
     @torch.compiler.disable

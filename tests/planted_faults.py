@@ -61,6 +61,8 @@ _PARTS = ("tests/train_step/test_parts.py",)
 _SHARDED = ("tests/distributed/test_sharded.py",)
 _GATHERS = ("tests/passes/test_gather_shards.py",)
 _SHARED_UPDATE = ("tests/distributed/test_sharded_update.py",)
+_MATRICES = ("tests/distributed/test_orthogonalize_rows.py",)
+_MUON = ("tests/distributed/test_muon.py::test_muon_over_ranks_has_the_bits_of_ddp",)
 _BETWEEN_CALLS = ("tests/distributed/test_sharded_between_calls.py",)
 _SHARED = ("tests/train_step/test_shared_memory.py",)
 _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
@@ -310,6 +312,13 @@ FAULTS = (
           "return super().reduce(index, flat, like=like)", "return flat", _SHARED_UPDATE),
     Fault("averages are of rows", "train_step/slots.py",
           "self.layout.as_state(slot.make(self.layout.rows(p)), p)", "slot.make(p)", _SHARED_UPDATE),
+    Fault("the last stack of matrices is filled up", "ops/orthogonalize_rows.py",
+          "order += [None] * (-len(rows) % world_size)", "pass", _MATRICES),
+    Fault("a matrix is made orthogonal whole, and not by the rows of each rank", "ops/orthogonalize_rows.py",
+          "orthogonal(padded[:length], a, b, c, eps, num_iterations)",
+          "torch.cat([orthogonal(x, a, b, c, eps, num_iterations) for x in padded[:length].chunk(world_size)])", _MATRICES),
+    Fault("parts of a step read rows of what Muon updates", "train_step/step.py",
+          "whole=not options.parts", "whole=True", _MUON),
 )
 
 

@@ -46,6 +46,11 @@ class Plan:
         """The parts that update parameters in the graph."""
         return [part for part in self.parts if part.updates]
 
+    @property
+    def whole(self) -> set[int]:
+        """The places of the parameters that are updated whole where each rank has rows of their gradients and their state."""
+        return {place for part in self.updates if part.whole for place in range(part.first, part.last)}
+
     @functools.cached_property
     def text(self) -> str:
         """The plan as a reader, and the keys of caches, see it: the parts with their constants, then the slots."""

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from .._torch import is_dtensor, local_rows, sharded_like
+from ..ops.own_rows import has_rows, own_rows
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Between whom a parameter is shared.
+
+    Attributes:
+        size, group_name: of the process group.
+        whole: whether each rank has all of the parameter, and rows of its gradient and state alone; else it has rows of it, too.
+    """
+
+    size: int
+    group_name: str
+    whole: bool
+
+    def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's rows of whole tensors."""
+        return [own_rows(each, self.size, self.group_name) if has_rows(each) else each for each in tensors]
 
 
 class Layout:
@@ -19,6 +41,10 @@ class Layout:
     def rows(self, p: Tensor) -> Tensor:
         """Return what the graph updates of a parameter, to be looked at."""
         return local_rows(p)
+
+    def ranks(self, p: Tensor) -> Ranks | None:
+        """Return between whom a parameter is shared; None where every rank has all of it, and of its state."""
+        return Ranks(p.device_mesh.size(), p.device_mesh.get_group().group_name, whole=False) if is_dtensor(p) else None
 
     def placed(self, held: Tensor, p: Tensor) -> Tensor:
         """Return a tensor of a parameter's state where it belongs: whole, where it was loaded of a step that shards it.

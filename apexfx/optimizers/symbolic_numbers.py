@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from .._torch import FakeTensor, OpOverload, TorchDispatchMode, storage_address, tree_leaves, tree_map, unset_fake_temporarily
+from ..graph.nodes import set_value
 
 aten = torch.ops.aten
 Inputs = Mapping[Any, Any]  # of numbers that the host sets: what they are now
@@ -190,7 +191,10 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor], now: Inputs) -> None:
         super().__init__()
         self._graph = fx.Graph()
-        self._nodes = {id(tensor): self._graph.placeholder(f"input_{place}") for place, tensor in enumerate(inputs)}
+        self._nodes: dict[int, fx.Node] = {}
+        for place, tensor in enumerate(inputs):
+            self._nodes[id(tensor)] = self._graph.placeholder(f"input_{place}")
+            set_value(self._nodes[id(tensor)], tensor)
         self._kept: list[Any] = [*inputs]  # so that no id is another's later
         self._now = now
         self.guards: list[tuple[Host, bool]] = []
@@ -317,6 +321,7 @@ class Recorder(TorchDispatchMode):
         leaves = tree_leaves(result)
         if any(isinstance(leaf, Tensor) for leaf in leaves):
             node = self._graph.call_function(func, *tree_map(self._node, (args, kwargs)))
+            set_value(node, result)
             for place, leaf in enumerate(leaves):
                 self._nodes[id(leaf)] = node if leaf is result else self._graph.call_function(operator.getitem, (node, place))
         self._kept += args, kwargs, result

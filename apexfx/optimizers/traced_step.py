@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from .._torch import (
     FakeTensorMode,
+    is_dtensor,
     local_rows,
     muon,
     not_compiling,
@@ -34,7 +35,8 @@ from .._torch import (
     tree_unflatten,
 )
 from ..random_state import forked_random, places_in_random
-from .layout import WHOLE, Layout
+from .layout import WHOLE, Layout, Ranks
+from .over_ranks import share_matrices
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_of_numbers
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
@@ -117,16 +119,22 @@ class StepTrace:
         self._groups = [{**group, "params": [places[id(p)] if id(p) in places else _fake(self._mode, p, half)
                                              for p in group["params"]]} for group in optimizer.param_groups]
         self._now = {place: read_number(optimizer.param_groups, place) for place in self.numbers.values()}
-        self._params = [_fake(self._mode, layout.rows(p), half) for p in params]
+        self.ranks = layout.ranks(params[0]) if params and self._class is torch.optim.Muon else None
+        self._params = [_fake(self._mode, layout.rows(p) if self.ranks is None else p, half, self.ranks) for p in params]
         flat = [tree_flatten(dict(held)) for held in state]
         self._trees = [tree for _, tree in flat]
-        self._leaves = [[_fake(self._mode, leaf, None) for leaf in leaves] for leaves, _ in flat]
+        self._leaves = [[_fake(self._mode, leaf, None, self.ranks) for leaf in leaves] for leaves, _ in flat]
         self._others = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
         if names := [k for k, v in self._others.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(v))]:
             raise NotTraceable(f"keeps tensors in its state that are of no parameter: {names[0]!r}")
         self._shared = dict(shared)
         self._held = [(p, place) for p, leaves in enumerate(self._leaves) for place, leaf in enumerate(leaves)
                       if isinstance(leaf, Tensor) and (p, place) not in self._shared]
+        own, held = self._params, [self._leaves[p][place] for p, place in self._held]
+        if self.ranks is not None:  # what is traced is whole
+            with self._mode:
+                own, held = own if self.ranks.whole else self.ranks.rows(own), self.ranks.rows(held)
+        self._given = *own, *held
         self._graphs: dict[tuple[bool, ...], tuple[fx.GraphModule, list[int]]] = {}
         self.guards: list[tuple[Host, bool]] = []
         graph, _ = self.graph((True,) * len(params))
@@ -144,8 +152,7 @@ class StepTrace:
 
     def check(self, params: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         """Refuse other tensors than those that the step was traced for."""
-        traced = [*self._params, *(self._leaves[p][place] for p, place in self._held)]
-        for tensor, own in zip((*params, *held), traced, strict=True):
+        for tensor, own in zip((*params, *held), self._given, strict=True):
             if _kind(tensor) != _kind(own):
                 raise unlike_state(tensor, own)
 
@@ -156,6 +163,8 @@ class StepTrace:
                 with not_compiling(), forked_random(), self._mode, torch.no_grad():
                     places = places_in_random()
                     traced = self._traced(present)
+                    if self.ranks is not None:
+                        share_matrices(traced[0], len(self._params), self.ranks)
                     if places_in_random() != places:
                         raise NotTraceable("draws random numbers of Python")
                     self._graphs[present] = traced
@@ -505,9 +514,12 @@ def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]
     return [[next(following) for _ in range(size)] for size in sizes]
 
 
-def _fake(mode: Any, leaf: Any, half: torch.dtype | None) -> Any:
+def _fake(mode: Any, leaf: Any, half: torch.dtype | None, ranks: Ranks | None = None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
+    if ranks is not None and is_dtensor(leaf):  # whole
+        with mode:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     leaf = local_rows(leaf.detach())  # of a sharded one the graph has what this rank has
     with torch.no_grad():
         fake = mode.from_tensor(leaf, static_shapes=True)

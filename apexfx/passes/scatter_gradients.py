@@ -18,6 +18,7 @@ from ..buckets.windows import MARK
 from ..graph.inputs import apply_node
 from ..graph.nodes import NAME, call, inline, value
 from ..graph.printed_names import identifier
+from ..ops.apply_gradients import plan_of
 from ..ops.own_rows import has_rows, span
 from .bucket_allreduce import BucketAllreduce, Emitter, gradient_name
 
@@ -79,9 +80,9 @@ class ScatterGradients(BucketAllreduce):
     def _take_rows(self, gm: fx.GraphModule) -> None:
         """Have the end of the step update rows of the parameters, of which the gradients are rows."""
         node = apply_node(gm)
-        params = list(node.args[0])
+        params, whole = list(node.args[0]), plan_of(node.args[3]).whole
         for place, gradient in enumerate(node.args[1]):
-            if not has_rows(value(p := params[place])):
+            if place in whole or not has_rows(value(p := params[place])):
                 continue
             with gm.graph.inserting_before(node):
                 params[place] = call(gm.graph, own_rows, (p, self.world_size, self.group_name), like=node,

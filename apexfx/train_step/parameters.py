@@ -140,8 +140,9 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
     return outside
 
 
-_BY_ELEMENT = (*(getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adamax",
-                                                         "Adadelta")), FusedAdagrad, FusedAdam, FusedSGD)
+# By elements, but for Muon, which makes matrices whole.
+_OVER_ROWS = (*(getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adamax",
+                                                         "Adadelta", "Muon")), FusedAdagrad, FusedAdam, FusedSGD)
 _OF_ROWS = "a step of which each rank updates its rows of the parameters (under fully_shard(), or by shard=)"
 
 
@@ -155,9 +156,9 @@ def check_by_element(optimizers: OptimizerList, parts: Sequence[Part]) -> None:
         raise ValueError(f"apexfx: the part {others[0]} was given, and in {_OF_ROWS} a part has those rows; give its class "
                          "by_element = True if what it makes of an element follows from that element, end.norm and end.norms "
                          "alone")
-    if whole := [type(each).__name__ for each in optimizers if type(each) not in _BY_ELEMENT]:
+    if whole := [type(each).__name__ for each in optimizers if type(each) not in _OVER_ROWS]:
         raise ValueError(f"apexfx: {whole[0]} was given, and {_OF_ROWS} has "
-                         f"{', '.join(each.__name__ for each in _BY_ELEMENT)} alone; use one of them")
+                         f"{', '.join(each.__name__ for each in _OVER_ROWS)} alone; use one of them")
 
 
 def check_update_of_rows(optimizers: OptimizerList, outside: str) -> None:
@@ -183,7 +184,8 @@ def _update_rows(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
     own = [[name, _numbers(value)] for name, value in vars(options).items() if name not in ("config", "parts")]
     own += [["part", part.key] for part in options.parts]
     groups = [[f"group {place} of {type(optimizer).__name__}",
-               {name: str(value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}]
+               {"parameters": len(group["params"]),
+                **{name: str(value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}}]
               for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]
     return [*own, ["optimizer", optimizers.name], ["clipping", optimizers.clipping(options.max_grad_norm)], *groups]
 

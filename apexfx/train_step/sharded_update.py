@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._torch import is_dtensor
 from ..ops.own_rows import has_rows, span
-from ..optimizers.layout import Layout
+from ..optimizers.layout import Layout, Ranks
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import check_by_element
@@ -26,16 +26,20 @@ class ShardedUpdate(Layout):
     Args:
         group: the ranks.
         device: of the parameters.
+        whole: whether what is updated of whole matrices (by Muon) is whole parameters; rows, where parts of the step read them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, whole: bool) -> None:
+        self.group, self._whole = group, whole
         self.key = f"rows of {group.rank()} of {group.size()}"
         self._mesh = DeviceMesh.from_group(group, device.type)
 
     def rows(self, p: Tensor) -> Tensor:
         """Return a copy of this rank's rows of a parameter, or of a gradient."""
         return own_rows(p.detach(), self.group.size(), self.group.group_name) if has_rows(p) else p
+
+    def ranks(self, p: Tensor) -> Ranks | None:
+        return Ranks(self.group.size(), self.group.group_name, self._whole)
 
     def placed(self, held: Tensor, p: Tensor) -> Tensor:
         """Return a tensor of a parameter's state, whole as a plain checkpoint has it, as the rows that this rank has."""
@@ -55,15 +59,15 @@ class ShardedUpdate(Layout):
         whole = torch.empty(p.shape, device="meta")  # for its strides
         return DTensor.from_local(made, self._mesh, [Shard(0)], run_check=False, shape=p.shape, stride=whole.stride())
 
-    def own(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return copies of this rank's rows of parameters, or of gradients."""
-        return [None if each is None else self.rows(each) for each in tensors]
+    def own(self, tensors: Sequence[Tensor | None], but: Collection[int] = ()) -> list[Tensor | None]:
+        """Return copies of this rank's rows of parameters, or of gradients; those at the places `but` as they are."""
+        return [each if each is None or place in but else self.rows(each) for place, each in enumerate(tensors)]
 
     def gather(self, rows: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         """Write the rows of all ranks to whole parameters."""
         of_dtype: dict[torch.dtype, list[int]] = {}
         for place, whole in enumerate(wholes):
-            if has_rows(whole):
+            if has_rows(whole) and rows[place] is not whole:
                 of_dtype.setdefault(whole.dtype, []).append(place)
         for places in of_dtype.values():
             gathered = torch.ops.apexfx.gather_shards([rows[place] for place in places], [len(wholes[place]) for place in places],

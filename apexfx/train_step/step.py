@@ -220,7 +220,7 @@ class TrainStep:
             if parts.sharded is not None:
                 inputs.params = parts.sharded.rows(now.params)
             if (rows := parts.sharded_update) is not None:
-                inputs.params, grads = rows.own(now.params), rows.own(grads)
+                inputs.params, grads = rows.own(now.params, but=now.plan.whole), rows.own(grads)
             plan = registered(now.plan.of_calls(num_calls))
             inputs.plan = plan.text
             applied = apply_gradients(inputs, grads, weighted and weighted.count)
@@ -453,7 +453,7 @@ def _sharded_update(options: StepOptions, groups: Groups, optimizers: OptimizerL
     from .sharded_update import ShardedUpdate, check_options
 
     check_options(options, optimizers)
-    return ShardedUpdate(groups.gradients, device)
+    return ShardedUpdate(groups.gradients, device, whole=not options.parts)
 
 
 def _sharded(model: nn.Module) -> ShardedModel | None:

@@ -72,6 +72,7 @@ class Part:
             `end.norm` and `end.norms`: for a step of which each rank has rows, under `fully_shard` or by `shard=`.
         updates: whether it updates parameters.
         reads_halves: whether a half gradient may be read before it was widened for its parameter, by one that updates.
+        whole: whether it updates whole parameters where each rank has rows of their gradients.
         may_skip: whether it may have a step skipped.
     """
 
@@ -80,6 +81,7 @@ class Part:
     by_element: ClassVar[bool] = False
     updates: ClassVar[bool] = False
     reads_halves: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
     may_skip: ClassVar[bool] = False
 
     def slots(self) -> Sequence[Slot]:

@@ -106,6 +106,11 @@ class ApplyStep(Part):
     numbers: tuple[str, ...]
     updates: ClassVar[bool] = True
 
+    @property
+    def whole(self) -> bool:
+        ranks = traced_step.TRACES[self.digest].ranks
+        return ranks is not None and ranks.whole
+
     def apply(self, end: EndOfStep) -> None:
         grads = end.grads[self.first:self.last]
         if all(g is None for g in grads):
