@@ -73,11 +73,16 @@ def apply_node(gm: fx.GraphModule) -> fx.Node | None:
     return next(iter(gm.graph.find_nodes(op="call_function", target=torch.ops.apexfx.apply_gradients.default)), None)
 
 
+def scatter_node(gm: fx.GraphModule) -> fx.Node | None:
+    """Return the node that makes rows of the gradients of a call that accumulates rows; None in any other graph."""
+    return next(iter(gm.graph.find_nodes(op="call_function", target=torch.ops.apexfx.scatter_gradients.default)), None)
+
+
 def gradient_list(gm: fx.GraphModule) -> tuple[fx.Node, list[fx.Node | None]]:
     """Return the node that takes the gradients of `gm`, and what it takes: the output of a backward graph returns them, the
-    end of a training step applies them.
+    end of a training step applies them, or they become rows before.
     """
-    node = apply_node(gm)
+    node = scatter_node(gm) or apply_node(gm)
     if node is not None:
         return node, list(node.args[1])
     output = gm.graph.output_node()
@@ -90,7 +95,7 @@ def replace_gradients(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
 
 
 def trained_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that are the parameters of the `apply_gradients` node of `gm`, or of which those are rows.
+    """Return the inputs that are the parameters of the node that takes the gradients of `gm`, or of which those are rows.
 
     Raises:
         ValueError: one is no input any more, since the forward writes it: its gradient would belong to no parameter.

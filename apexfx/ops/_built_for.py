@@ -20,7 +20,7 @@ _SIGNATURES = re.compile(rb"apexfx signatures:((?:\n[^\n\0]+)*)\n\0")
 WITHOUT_KERNEL = frozenset({
     "apply_gradients", "bn_relu_backward", "flatten_bucket", "gather_shards", "gru", "gru_backward", "lstm",
     "lstm_backward", "orthogonalize", "orthogonalize_own", "orthogonalize_rows", "own_rows", "rnn_relu", "rnn_relu_backward",
-    "rnn_tanh", "rnn_tanh_backward", "sync_batch_norm",
+    "rnn_tanh", "rnn_tanh_backward", "scatter_gradients", "sync_batch_norm",
 })
 _CUDA = re.compile(rb"apexfx CUDA (\d+)\.(\d+):((?: (?:sm|compute)_\w+)+)\n\0")
 

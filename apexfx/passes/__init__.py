@@ -48,7 +48,8 @@ class Context:
         shards: the parameters that are rows, as they are gathered.
         sharded_sums: the places of what accumulates their gradients.
         sharded_over: the group that these are sharded over, or None.
-        shard: "optimizer" where each rank updates its rows of the parameters; None where each updates all.
+        shard: where each rank updates its rows of the parameters "optimizer", or "gradients" where each call reduces its
+            gradients to rows, too; None where each updates all.
         cast_by_policy: whether `fully_shard` was told in which dtypes to compute.
         has_backward: False of a graph that applies gradients which other graphs have computed.
     """
@@ -97,7 +98,8 @@ def _sync_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
 
 def _reduction(pass_type: type[BucketAllreduce], config: TransformConfig, context: Context) -> Pass | None:
     wanted = ScatterGradients if context.shard else BucketAllreduce
-    if config.buckets is None or context.gradients is None or not context.reduce_gradients or pass_type is not wanted:
+    reduces = context.reduce_gradients or context.shard == "gradients"
+    if config.buckets is None or context.gradients is None or not reduces or pass_type is not wanted:
         return None
     decomposes = {"decompositions": _inductor_decompositions} if wanted is ScatterGradients and config.inner == "inductor" else {}
     return pass_type(placeholders=context.placeholders, config=config.buckets, group_name=context.gradients.group_name,

@@ -15,7 +15,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from ..buckets.bucket import Bucket, GradientSpec, Slot
 from ..buckets.plan import BucketPlan
 from ..buckets.windows import MARK
-from ..graph.inputs import apply_node
+from ..graph.inputs import apply_node, scatter_node
 from ..graph.nodes import NAME, call, inline, value
 from ..graph.printed_names import identifier
 from ..ops.apply_gradients import plan_of
@@ -25,6 +25,7 @@ from .bucket_allreduce import BucketAllreduce, Emitter, gradient_name
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 own_rows = torch.ops.apexfx.own_rows.default
 ROWS = "apexfx_rows"  # meta key of the rows of a parameter, which are updated in its place: the index of their bucket
+_EARLIER = -1  # in its place: earlier calls alone have a gradient
 
 
 class ScatterGradients(BucketAllreduce):
@@ -32,6 +33,8 @@ class ScatterGradients(BucketAllreduce):
 
     Buckets are those of `bucket_allreduce`, and so are the bits of each sum on two ranks. Optimizer state is rows, too. The pass
     `gather_updated` gives every rank what the others have updated.
+
+    Where each call accumulates rows (`shard="gradients"`), they take the place of what a node `scatter_gradients` gives.
 
     Before:  gw = mm(...); (more backward); apply_gradients([w], [gw], ...)
     After:   flat = _chunk_cat([gw, gb], 0, n); reduce_scatter_tensor(flat / predivide)   as soon as the bucket is full
@@ -58,7 +61,9 @@ class ScatterGradients(BucketAllreduce):
     def call(self, gm: fx.GraphModule) -> PassResult:
         result = super().call(gm)
         if result.modified:
-            self._take_rows(gm)
+            buckets = _take_apart(scatter_node(gm)) if scatter_node(gm) is not None else {}
+            if apply_node(gm) is not None:
+                self._take_rows(gm, buckets)
         return result
 
     def _make_plan(self, specs: Sequence[GradientSpec]) -> BucketPlan:
@@ -77,8 +82,12 @@ class ScatterGradients(BucketAllreduce):
     def emitter(self, *args: Any) -> Emitter:
         return _RowsEmitter(*args, decompositions=self._decompositions())
 
-    def _take_rows(self, gm: fx.GraphModule) -> None:
-        """Have the end of the step update rows of the parameters, of which the gradients are rows."""
+    def _take_rows(self, gm: fx.GraphModule, buckets: Mapping[fx.Node, int]) -> None:
+        """Have the end of the step update rows of the parameters, of which the gradients are rows.
+
+        Args:
+            buckets: of the parameters whose gradients were added to those of earlier calls.
+        """
         node = apply_node(gm)
         params, whole = list(node.args[0]), plan_of(node.args[3]).whole
         for place, gradient in enumerate(node.args[1]):
@@ -89,8 +98,18 @@ class ScatterGradients(BucketAllreduce):
                                      name=f"{identifier(p.meta[NAME])}_rows")
             params[place].meta[NAME] = p.meta[NAME]
             if gradient is not None:
-                params[place].meta[ROWS] = gradient.meta[MARK]
+                params[place].meta[ROWS] = gradient.meta.get(MARK, buckets.get(p, _EARLIER))
         node.args = (params, *node.args[1:])
+
+
+def _take_apart(node: fx.Node) -> dict[fx.Node, int]:
+    """Put rows of gradients in the place of what the node returns; return the bucket of each parameter that has one."""
+    reduced = [(p, gradient) for p, gradient in zip(*node.args[:2]) if gradient is not None]
+    for item in list(node.users):
+        item.replace_all_uses_with(reduced[item.args[1]][1])
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+    return {p: gradient.meta[MARK] for p, gradient in reduced if MARK in gradient.meta}
 
 
 class _RowsEmitter(Emitter):

@@ -74,7 +74,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
             leave nothing of it behind; `step.events` says which. Without it only a loss scale skips steps, and what the forward
             wrote stays.
         shard: "optimizer", with `ddp=True`: each rank keeps the optimizer's state of its rows of the parameters alone, updates
-            those, and gets the others from the other ranks, in the same graph.
+            those, and gets the others from the other ranks, in the same graph. "gradients": with `accumulate`, too, each call
+            reduces its gradients at once, and each rank accumulates its rows alone.
         ema: an `apexfx.EMA`: average the model's parameters after each update, in the same graph; `step.ema_model` is a model of
             the averages.
         parts: each an `apexfx.Part` of your own, which does something with the gradients or the updated parameters in the same

@@ -71,6 +71,11 @@ class Components:
         return self.sharded_update.group if self.sharded_update is not None else self.groups.shards
 
     @property
+    def reduces_each_call(self) -> bool:
+        """Whether each call that accumulates reduces its gradients at once, to rows."""
+        return self.sharded is not None or self.options.shard == "gradients" and self.options.accumulate > 1
+
+    @property
     def num_ranks(self) -> int:
         """How many ranks train the model together."""
         return self.groups.user.size() if self.groups.user is not None else 1

@@ -72,6 +72,7 @@ def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str,
     """
     _check_traced()
     loss, rest, grads, weighted = compute_gradients(inputs, batch, named_inputs)
+    grads = _as_rows(inputs, grads)
     if inputs.calls > 1:
         grads = add_accumulated(inputs, grads, weighted)
         clear_accumulated(inputs.gradient_sums, inputs.means)
@@ -84,7 +85,7 @@ def run_accumulate(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dic
     """
     _check_traced()
     loss, rest, grads, weighted = compute_gradients(inputs, batch, named_inputs, ends=False)
-    return loss, rest, *accumulate_gradients(inputs, grads, weighted)
+    return loss, rest, *accumulate_gradients(inputs, _as_rows(inputs, grads), weighted)
 
 
 def run_update(inputs: StepInputs, present: tuple[bool, ...], is_mean: bool) -> tuple[Any, ...]:
@@ -116,6 +117,15 @@ def apply_gradients(inputs: StepInputs, grads: list[Tensor | None],
     skip, norm, gradients = torch.ops.apexfx.apply_gradients.default(
         inputs.params, grads, inputs.slots, inputs.plan, *([] if count is None else [count]))
     return skip, norm, tuple(g is not None for g in grads), gradients
+
+
+def _as_rows(inputs: StepInputs, grads: list[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients as the calls of a step accumulate them."""
+    if not inputs.ranks or all(g is None for g in grads):
+        return grads
+    rows = torch.ops.apexfx.scatter_gradients.default(inputs.params, grads, inputs.ranks, inputs.group)
+    places = [place for place, g in enumerate(grads) if g is not None]
+    return [None if g is None else rows[places.index(place)] for place, g in enumerate(grads)]
 
 
 class NotCompiled(RuntimeError):

@@ -27,6 +27,7 @@ class StepInputs:
         group: the name of the process group that gradients are averaged over, or None.
         divisor: by how much that divides the sum of the ranks' gradients.
         plan: a `Plan` as text.
+        ranks: how many have rows of the gradients that each call accumulates; 0 where those are whole.
     """
 
     model: nn.Module
@@ -42,3 +43,4 @@ class StepInputs:
     group: str | None
     divisor: int
     plan: str
+    ranks: int = 0

@@ -34,8 +34,8 @@ class StepOptions:
         self._check_numbers()
         if self.safeguard is not None and not isinstance(self.safeguard, Safeguard):
             raise TypeError(f"apexfx: safeguard={self.safeguard!r} was given, expected True, an apexfx.Safeguard, False or None")
-        if self.shard not in (None, "optimizer"):
-            raise ValueError(f"apexfx: shard={self.shard!r} was given, expected 'optimizer' or None")
+        if self.shard not in (None, "optimizer", "gradients"):
+            raise ValueError(f"apexfx: shard={self.shard!r} was given, expected 'optimizer', 'gradients' or None")
         if self.fallback not in (None, "transform"):
             raise ValueError(f"apexfx: fallback={self.fallback!r} was given, expected 'transform' or None")
         in_graph = [f"{name}=" for name in ("safeguard", "memory_budget") if getattr(self, name) is not None]

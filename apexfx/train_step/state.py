@@ -101,8 +101,9 @@ def read(parts: Components, before: StepState, means: Tensor | None) -> StepStat
         labels = before.optimizer.labels if before.optimizer is not None else {}
         state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled, optimizers.layout)
     params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.gradient_sums))
+    like = optimizers.layout.rows if options.shard == "gradients" else lambda p: p
     sums = [known[id(p)].to(dtype_of_sum(p)) if id(p) in known
-            else torch.zeros_like(p, dtype=dtype_of_sum(p), requires_grad=False)
+            else torch.zeros_like(like(p), dtype=dtype_of_sum(p), requires_grad=False)
             for p in params] if options.accumulate > 1 else []
     of_optimizer = list(state.rows(names)) if state is not None else []
     rows = [*parts.slots.rows(params, names, set(map(id, parts.model.parameters()))), *of_optimizer]
@@ -188,7 +189,8 @@ class TrainingState:
                 "accumulated": [id(p) in self.accumulated for p in now.params] if now.gradient_sums else [],
                 "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
                 "slots": now.tensors, "scale": self._parts.scale, "calls": self._parts.options.accumulate,
-                "plan": now.plan.text}
+                "plan": now.plan.text,
+                "ranks": self._group.size() if self._parts.sharded_update is not None and self._parts.reduces_each_call else 0}
 
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""

@@ -147,7 +147,7 @@ class TrainStep:
             self._check_autocast()
             self._skipped.start_call(batch, named)
             accumulates = state.num_accumulated_calls() + 1 < parts.options.accumulate
-            if parts.agreement is not None and (not accumulates or parts.sharded is not None):
+            if parts.agreement is not None and (not accumulates or parts.reduces_each_call):
                 parts.agreement.begin()
             with call.explained():
                 loss, rest, *ran = self._graphs.run(batch, named, accumulates=accumulates)
@@ -207,7 +207,8 @@ class TrainStep:
             factor = parts.options.accumulate / num_calls if weighted is None else weighted.earlier
             grads = [(local_rows(b) * factor).to(p.dtype) if id(p) in state.accumulated else None
                      for p, b in zip(now.params, now.gradient_sums)]
-            grads = averaged_copies(now.names, now.params, grads, parts.options.config.buckets, parts.groups.gradients)
+            if not parts.reduces_each_call:
+                grads = averaged_copies(now.names, now.params, grads, parts.options.config.buckets, parts.groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
                 state.mean.note(weighted and weighted.mean, accumulates=False)
                 state.mean.sums.zero_()
@@ -220,7 +221,8 @@ class TrainStep:
             if parts.sharded is not None:
                 inputs.params = parts.sharded.rows(now.params)
             if (rows := parts.sharded_update) is not None:
-                inputs.params, grads = rows.own(now.params, but=now.plan.whole), rows.own(grads)
+                inputs.params = rows.own(now.params, but=now.plan.whole)
+                grads = grads if parts.reduces_each_call else rows.own(grads)
             plan = registered(now.plan.of_calls(num_calls))
             inputs.plan = plan.text
             applied = apply_gradients(inputs, grads, weighted and weighted.count)

@@ -97,6 +97,7 @@ class StepCompiler:
         self.agreement = agreement
         self.index = index
         self.sharded, self.shard = sharded, shard
+        self.reduces_each_call = sharded is not None or shard == "gradients"  # at once, to rows
         self.on_run, self.on_communication, self.on_loss = on_run, on_communication, on_loss
         self.states = states
         self.memory_budget = memory_budget
@@ -130,7 +131,7 @@ class StepCompiler:
         if not self.reduce_gradients:
             _check_unwritten(gm, by_forward)
         is_mean = self._is_mean(gm, placeholders)
-        if is_mean and not self.reduce_gradients and self.sharded is None:  # which averages the gradients of each call at once
+        if is_mean and not self.reduce_gradients and not self.reduces_each_call:
             self._share_counts(gm)
         taken = set(map(id, example_inputs))
         left_out = sum(state.nbytes for state in self.states() if id(state) not in taken)
@@ -154,7 +155,8 @@ class StepCompiler:
         # What the end of the step applies.
         params, grads, updated = _applied(gm)
         present = [gradient is not None for gradient in grads]
-        collectives = self._collectives(graph, [p.meta[NAME] for p, here in zip(params, present) if here], shards and reached)
+        collectives = self._collectives(graph, [p.meta[NAME] for p, here in zip(params, present) if here],
+                                        reached if self.reduces_each_call else ())
         agreement = self.agreement if collectives else None
         communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.index.mode)
 

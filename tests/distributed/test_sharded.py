@@ -129,24 +129,27 @@ def skips(rank, world_size):
 
 def means(rank, world_size):
     """A loss with a denominator of its own is that of the whole batch, however it is spread over ranks and calls, and flushed."""
-    reference, ours = plain("float64"), sharded("float64")
+    models = plain("float64"), sharded("float64"), plain("float64")
 
     def objective(model, inputs, targets):
         losses = torch.nn.functional.cross_entropy(model(inputs), targets, reduction="none", ignore_index=-1)
         return apexfx.Mean(losses.sum(), (targets >= 0).sum())
 
     steps = [apexfx.train_step(model, objective=objective, optimizer=OPTIMIZERS["sgd"](model.parameters()), opt_level="O0",
-                               inner="eager", accumulate=calls) for model, calls in ((reference, 1), (ours, 3))]
-    data = batches(reference, 5)
+                               inner="eager", **options) for model, options in zip(models, (
+                                   {}, {"accumulate": 3}, {"accumulate": 3, "ddp": True, "shard": "gradients"}))]
+    data = batches(models[0], 5)
     for place, (_, targets) in enumerate(data):
         targets[:place * 2] = -1
     for calls in (data[:3], data[3:]):
         steps[0](*map(torch.cat, zip(*calls)))
         for batch in calls:
-            steps[1](*(x.chunk(world_size)[rank] for x in batch))
-    steps[1].flush()
-    torch.testing.assert_close(steps[1].mean_loss, steps[0].mean_loss)
-    torch.testing.assert_close(whole(ours.state_dict()), reference.state_dict(), rtol=1e-12, atol=1e-12)
+            for step in steps[1:]:
+                step(*(x.chunk(world_size)[rank] for x in batch))
+    for step in steps[1:]:
+        step.flush()
+        torch.testing.assert_close(step.mean_loss, steps[0].mean_loss)
+        torch.testing.assert_close(whole(step.model.state_dict()), models[0].state_dict(), rtol=1e-12, atol=1e-12)
 
 
 def ends(rank, world_size):
