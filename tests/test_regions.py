@@ -231,14 +231,14 @@ def within_it_a_layer_without(m, x):
     with torch.autocast("cuda", enabled=False):
         h = torch.relu(m.a(x))
         with torch.autocast("cpu", enabled=False):
-            h = m.b(h.float())
+            h = m.b(h.to(m.b.weight.dtype))
     return m.c(torch.relu(h))
 
 
 def a_layer_without(m, x):
     h = torch.relu(m.a(x))
     with torch.autocast("cpu", enabled=False):
-        h = m.b(h.float())
+        h = m.b(h.to(m.b.weight.dtype))
     return m.c(torch.relu(h))
 
 
