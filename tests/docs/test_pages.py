@@ -19,7 +19,8 @@ def normalised(text):
 
 SLOW = [f"docs/{name}.md" for name in (
     "profile", "recompiles", "inspect", "recipes", "train_step", "guard", "float16", "compare", "large_models", "sharded")]
-DEAR = ["README.md", *(f"docs/{name}.md" for name in ("derivatives", "checkpoints", "varying_sizes", "check_loop", "simulate"))]
+DEAR = ["README.md", *(f"docs/{name}.md" for name in (
+    "derivatives", "checkpoints", "varying_sizes", "check_loop", "simulate", "architecture", "parallel", "parts"))]
 
 
 @table(1, "page", [*DEAR, *(pytest.param(page, marks=pytest.mark.long) for page in SLOW)], by_turns=True)

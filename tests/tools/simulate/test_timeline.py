@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from apexfx.tools.simulate.timeline import LEGEND, Start, Wait, Work, run
 
-any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # beside other work
+any_speed = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])  # beside other work
 F = Fraction
 
 
