@@ -467,7 +467,8 @@ def _untouched(step: TrainStep, optimizer: Any) -> Iterator[None]:
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_floating_point()}
+    return {name: x.detach().clone() if x.is_floating_point() else x.double()
+            for name, x in (*model.named_parameters(), *model.named_buffers()) if not x.is_complex()}
 
 
 def _changes(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -225,7 +225,7 @@ FAULTS = (
           "if node.meta.get(KIND) != \"state\"]", "]",
           ("tests/distributed/test_safeguard.py::test_one_poisoned_rank_has_all_skip",)),
     Fault("a spike leaves the loss scale alone", "train_step/parts/loss_scale.py",
-          "if self.may_be_spike else []", "if False else []", _SAFEGUARD),
+          "if self.may_be_spike or end.empty is not None else []", "if end.empty is not None else []", _SAFEGUARD),
     Fault("what a part of a user's own keeps stays in a skipped step", "train_step/parts/own.py",
           "new if end.skip is None else torch.where(end.skip != 0, tensor, new)", "new", _PARTS),
     Fault("gradients that leave the graph depend on no slot that it has written", "train_step/parts/own.py",

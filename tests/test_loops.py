@@ -214,6 +214,11 @@ def never_zeroed(model, optimizer, batch):
     optimizer.step()
 
 
+def counted(model, optimizer, batch):
+    plain(model, optimizer, batch)
+    model[1].num_batches_tracked += 1
+
+
 def in_eval_mode(model, optimizer, batch):
     model[3].eval()
     plain(model, optimizer, batch)
@@ -307,6 +312,7 @@ DIFFERENT = {  # what is above, where they part, in which update, what is said
     "a schedule of the step alone": (sgd, lambda m, o, b, schedule: plain(m, o, b), {}, {"schedule": one_cycle}, "update", 2,
                                      "lr is 0.0"),
     "two updates": (sgd, twice, {}, {}, "update", 1, r"optimizer.step\(\)\nis called 2 times, where the step updates once"),
+    "a count that the loop counts up": (sgd, counted, {}, {}, "update", 1, "1.num_batches_tracked"),
     "another forward": (sgd, two_forwards, {}, {}, "forward", 1, "what the forward writes is not: it runs more often"),
     "a head that the loop leaves out": (sgd, plain, {}, {"optimizer": lambda m: sgd(m[:4])}, "update", 1,
                                         "4.weight is in no group of the loop's optimizer"),

@@ -72,7 +72,7 @@ def signature(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states
     places = {id(p): place for place, p in enumerate(params)}
     groups = [[(k, "changes" if (place, k) in changing else _comparable(v, True)) for k, v in group.items() if k != "params"]
               + [places.get(id(p)) for p in group["params"]] for place, group in enumerate(optimizer.param_groups)]
-    attributes = [(k, _comparable(v)) for k, v in _attributes(optimizer).items()]
+    attributes = [(k, _comparable(v)) for k, v in attributes_of(optimizer).items()]
     held = [[(k, _comparable(v)) for k, v in state.items()] for state in states]
     return ([_comparable(p) for p in params], held, groups, attributes,
             [type(read_number(optimizer.param_groups, place)).__name__ for place in numbers.values()])
@@ -112,7 +112,7 @@ class StepTrace:
                  numbers: Mapping[str, Place], shared: Mapping[tuple[int, int], int] = {},
                  half: torch.dtype | None = None, layout: Layout = WHOLE) -> None:
         self.name, self.numbers, self._class = type(optimizer).__name__, dict(numbers), type(optimizer)
-        self._attributes = _attributes(optimizer)
+        self._attributes = attributes_of(optimizer)
         self._mode = FakeTensorMode()
         places = {id(p): place for place, p in enumerate(params)}
         # Of parameters that are not trained it has tensors that no graph takes: a step that reads or writes one is none.
@@ -141,6 +141,8 @@ class StepTrace:
         self.num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
         traced = _comparable([self._params, self._leaves]), self._held, self._shared, self.numbers
         self.digest = hashlib.sha256(f"{graph.code}{traced}".encode()).hexdigest()[:16]
+        while TRACES.setdefault(self.digest, self) is not self:  # another optimizer's, alike so far, with numbers of its own
+            self.digest += "+"
 
     def held_of(self, states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, Tensor]]:
         """Yield (place of the parameter, name, tensor) of the state that the graph takes as it is."""
@@ -244,9 +246,9 @@ class StepTrace:
         return recorder.symbolic_input(scalar, lambda numbers: numbers[place])
 
     def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Return whether the branches are taken that were traced, by what the groups have now."""
-        now = {place: read_number(groups, place) for place in self.numbers.values()} if self.guards else {}
-        return all(bool(host(now)) == outcome for host, outcome in self.guards)
+        """Return whether the branches are taken that were traced, by what the groups have now, as those traced next will be."""
+        self._now = {place: read_number(groups, place) for place in self.numbers.values()}
+        return all(bool(host(self._now)) == outcome for host, outcome in self.guards)
 
 
 def _orthogonalized(gradient: Tensor, coefficients: tuple[float, float, float], num_iterations: int, eps: float) -> Tensor:
@@ -342,7 +344,7 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
     Raises:
         NotTraceable: a first step does not what a step on that state would do.
     """
-    attributes = _attributes(optimizer)
+    attributes = attributes_of(optimizer)
     if own := [name for name, value in attributes.items() if not _is_plain(value)]:
         raise NotTraceable(f"may use what it keeps beside its state: self.{own[0]}")
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -459,7 +461,7 @@ def shadow_of(cls: type, attributes: Mapping[str, Any], groups: list[dict[str, A
     return shadow
 
 
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer keeps beside groups and state; hooks of torch's are none of it."""
     return {k: {} if k.startswith("_optimizer_") else v for k, v in vars(optimizer).items()
             if k not in ("param_groups", "state", "step", "_opt_called")}

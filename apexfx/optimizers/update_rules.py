@@ -19,7 +19,7 @@ from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 from .layout import WHOLE, Layout
 from .symbolic_numbers import NotTraceable
-from .traced_step import TRACES, Place, SharedDiffer, StepTrace, initial_state, numbers_of, read_number, signature, unlike_state
+from .traced_step import Place, SharedDiffer, StepTrace, initial_state, numbers_of, read_number, signature, unlike_state
 from .update import Update
 
 FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
@@ -199,7 +199,6 @@ def traced_update(optimizer: torch.optim.Optimizer, trained: Collection[int], la
     trace, vectors = known.get(key, (None, []))
     if trace is None or not trace.holds(optimizer.param_groups):
         trace, vectors = known[key] = _traced(optimizer, params, states, names, alike, half, layout)
-    trace = TRACES.setdefault(trace.digest, trace)
     update = TracedUpdate(f"{trace.name}.step()", {}, (), params, trace=trace, optimizer=optimizer)
     if makes_state:
         for p, held in zip(params, states):

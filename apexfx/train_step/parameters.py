@@ -185,9 +185,16 @@ def _update_rows(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
     own += [["part", part.key] for part in options.parts]
     groups = [[f"group {place} of {type(optimizer).__name__}",
                {"parameters": len(group["params"]),
-                **{name: str(value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}}]
+                **{name: _number(value) for name, value in group.items() if name != "params"}}]
               for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]
     return [*own, ["optimizer", optimizers.name], ["clipping", optimizers.clipping(options.max_grad_norm)], *groups]
+
+
+def _number(option: Any) -> str:
+    """Return an option of a group as text; what is no number by its type."""
+    if isinstance(option, Tensor):
+        return str(option.tolist() if option.numel() < 9 else list(option.shape))
+    return str(option) if isinstance(option, (bool, int, float, str, tuple, list)) else type(option).__name__
 
 
 def _numbers(option: Any) -> Any:

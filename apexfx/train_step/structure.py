@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._torch import has_own_step, has_step_hooks, tensor_version
+from ..optimizers.traced_step import attributes_of
 from ..optimizers.update_rules import Option, options_of
 
 _END = object()  # of a list, among objects of several
@@ -66,18 +67,23 @@ class Structure:
 
 def _facts(optimizer: torch.optim.Optimizer, scheduled: dict[int, set[str]]) -> list[Any]:
     facts: list[Any] = [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state)]
-    facts += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
+    if not type(optimizer).__module__.startswith(("torch.optim.", "apexfx.")):  # whose steps read their groups alone
+        facts += [(name, _comparable(value)) for name, value in attributes_of(optimizer).items()]
     for place, group in enumerate(optimizer.param_groups):
         changing = scheduled.get(place, ())
         facts.append(id(group))
         facts += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
-                  if name not in ("lr", "params", "initial_lr") and name not in changing]
+                  if name not in ("lr", "params") and name not in changing]
     return facts
 
 
 def _comparable(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_comparable, value))
+    if isinstance(value, dict):
+        return tuple((key, _comparable(held)) for key, held in value.items())
+    if isinstance(value, set):
+        return frozenset(value)
     if isinstance(value, Tensor):  # on a device, without waiting for it
         return (id(value), tensor_version(value)) if value.device.type != "cpu" or value.numel() != 1 else float(value)
     return value if isinstance(value, _PLAIN) else id(value)

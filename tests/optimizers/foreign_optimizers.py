@@ -449,3 +449,25 @@ class OfAllValues(Foreign):
 
     def update(self, p, g, state, group):
         p.sub_(group["lr"] * self.norm * g)
+
+
+class OfOptions(Foreign):
+    """Reads what it keeps beside its groups, and in them."""
+
+    def __init__(self, params, **others):
+        super().__init__(params, options={"rate": 1.0}, **others)
+        self._rate, self.rates, self.by_name = 1.0, [1.0], {"rate": 1.0}
+        for group in self.param_groups:
+            group["initial_lr"] = 1.0
+
+    def update(self, p, g, state, group):
+        rates = self._rate, self.rates[0], self.by_name["rate"], group["options"]["rate"], group["initial_lr"]
+        p.sub_(g, alpha=group["lr"] * math.prod(rates) * self.defaults["options"]["rate"])
+
+
+class UpTo(Foreign):
+    """Updates as long as its rate is small, and where a parameter has no gradient only if it is smaller still."""
+
+    def update(self, p, g, state, group):
+        partly = any(each.grad is None for each in group["params"]) and group["lr"] < group["weight_decay"] / 10
+        p.sub_(g, alpha=group["lr"] * (not partly and group["lr"] < group["weight_decay"]))

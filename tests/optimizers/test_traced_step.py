@@ -134,6 +134,47 @@ def test_a_step_that_needs_parameters_which_are_not_trained_runs_outside_of_the_
     assert_same(model.state_dict(), reference.state_dict())
 
 
+OPTIONS = {
+    "a private attribute": lambda each: setattr(each, "_rate", 0.0),
+    "a list": lambda each: each.rates.__setitem__(0, 0.0),
+    "a dictionary": lambda each: each.by_name.update(rate=0.0),
+    "a dictionary of a group": lambda each: each.param_groups[0]["options"].update(rate=0.0),
+    "a rate to begin with": lambda each: each.param_groups[0].update(initial_lr=0.0),
+    "a default": lambda each: each.defaults.update(options={"rate": 0.0}),
+}
+
+
+@table(2, "name", OPTIONS)
+def test_what_a_step_reads_of_its_optimizer_is_read_again_where_it_changes(name):
+    model = Net()
+    optimizer = foreign.OfOptions(model.parameters(), lr=0.1)
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
+    assert "outside of the graph" not in str(step.report)
+    data = batches(2)
+    step(*data[0])
+    OPTIONS[name](optimizer)
+    before = copy.deepcopy(model.state_dict())
+    step(*data[1])
+    assert_same(model.state_dict(), before)
+
+
+def test_a_branch_by_the_rate_is_that_of_each_optimizer_now_whichever_parameters_have_a_gradient():
+    models, references = [Net(), Net()], [Net(), Net()]
+    made = [[foreign.UpTo(each.parameters(), lr=0.05, weight_decay=limit) for each, limit in zip(every, (1.0, 0.1))]
+            for every in (models, references)]
+    steps = [apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
+             for model, optimizer in zip(models, made[0])]
+    rates, every = (0.05, 0.5, 0.005, 0.005, 0.05, 0.005), ((0, 1), (0, 1), (0,), (0, 1), (0,), (0,))
+    for (x, target), rate, heads in zip(batches(6), rates, every):
+        for place in range(2):
+            for optimizer in (made[0][place], made[1][place]):
+                optimizer.param_groups[0]["lr"] = rate
+            target = target % (3 * len(heads))
+            steps[place](x, target, heads)
+            eager_step(references[place], [made[1][place]], x, target, heads)
+            assert_same(models[place].state_dict(), references[place].state_dict())
+
+
 def test_a_first_step_is_done_for_one_parameter_of_a_kind_and_once(monkeypatch):
     steps = []
     monkeypatch.setattr(traced_step, "_first_step", lambda *args, run=traced_step._first_step: steps.append(args) or run(*args))

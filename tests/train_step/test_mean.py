@@ -186,6 +186,14 @@ def test_running_statistics_stay_where_nothing_is_counted(tmp_path):
     assert step.skipped == 0 and not step.events and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("safeguard", [None, apexfx.Safeguard(spike_factor=2.0)], ids=["alone", "safeguard"])
+def test_what_counts_nothing_says_nothing_of_the_loss_scale(safeguard):
+    step = make(net(torch.float32), dtype=torch.float16, opt_level="O1", loss_scale="dynamic", safeguard=safeguard)
+    for count, expected in ((4, 1), (0, 1), (4, 2)):
+        step(*batch(1, count))
+        assert step.state_dict()["scaler"]["growth_tracker"] == expected
+
+
 def test_a_flush_of_calls_that_reach_nothing_trained_leaves_no_count():
     expected, model = net(), net()
     step = make(model, lambda m, x, y, leaf=None: apexfx.Mean(total(m, x, y) if leaf is None else leaf.sum(),

@@ -55,14 +55,14 @@ class LossScale(Part):
         if self.static is not None:
             return
         scale, growth = end.slot(SCALE), end.slot(GROWTH)
-        before = [(tensor, tensor.clone()) for tensor in (scale, growth)] if self.may_be_spike else []
+        before = [(tensor, tensor.clone()) for tensor in (scale, growth)] if self.may_be_spike or end.empty is not None else []
         torch.ops.aten._amp_update_scale_.default(scale, growth, end.found_inf, self.growth_factor, self.backoff_factor,
                                                   self.growth_interval)
         if self.max_scale is not None:
             scale.copy_(scale.clamp_max(self.max_scale).clamp_min(MIN_SCALE))  # Inductor knows no clamp_max_
-        is_spike = end.fault > end.found_inf if before else None
+        says_nothing = end.skip > end.found_inf if before else None
         for tensor, old in before:
-            tensor.copy_(torch.where(is_spike, old, tensor))
+            tensor.copy_(torch.where(says_nothing, old, tensor))
 
     def describe(self) -> str:
         return f"a loss scale, {'dynamic' if self.static is None else f'{self.static:g}'}"
