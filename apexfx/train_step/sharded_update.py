@@ -76,7 +76,7 @@ class ShardedUpdate(Layout):
                 wholes[place].copy_(new)
 
 
-def check_options(options: StepOptions, optimizers: OptimizerList) -> None:
+def check_options(options: StepOptions, optimizers: OptimizerList, trained: Sequence[Tensor]) -> None:
     """Refuse what is not there yet beside `shard=`.
 
     Raises:
@@ -86,11 +86,14 @@ def check_options(options: StepOptions, optimizers: OptimizerList) -> None:
         raise ValueError(f"apexfx: shard={options.shard!r} was given without ddp=True, and there are no ranks to share an "
                          "update; give ddp=True, too")
     safeguard = options.safeguard
-    given = {"fallback=": options.fallback,
+    given = {"fallback=": options.fallback, "verify='each'": options.config.verify == "each",
              "replica_check_interval=": safeguard is not None and safeguard.replica_check_interval is not None,
              "record_dir=": safeguard is not None and safeguard.record_dir is not None,
              "O3": options.config.level.half_parameters, "inner='cudagraphs'": options.config.inner == "cudagraphs"}
     if unsupported := [name for name, value in given.items() if value]:
         raise ValueError(f"apexfx: {unsupported[0]} was given, which a step with shard={options.shard!r} does not have yet; "
                          "leave one of them out")
+    if any(p.is_complex() for p in trained):
+        raise ValueError(f"apexfx: a parameter is complex, and a step with shard={options.shard!r} sums and gathers rows of real "
+                         "ones; hold two real parameters, and make one of them in the forward (torch.complex)")
     check_by_element(optimizers, options.parts)

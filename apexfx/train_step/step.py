@@ -91,7 +91,7 @@ class TrainStep:
         safeguard = None if options.safeguard is None else SafeguardLog(options.safeguard, slots[SKIPS], slots[STATE], slots[LOG])
         if sharded is not None:
             sharded.check(model, trained, optimizers, options)
-        if (sharded_update := _sharded_update(options, groups, optimizers, device)) is not None:
+        if (sharded_update := _sharded_update(options, groups, optimizers, trained)) is not None:
             slots.layout = optimizers.layout = sharded_update
         self._outside = check_optimizer(optimizers, trained, options, scales, report, casts_to)
         if sharded is not None or sharded_update is not None:
@@ -448,14 +448,14 @@ class TrainStep:
 
 
 def _sharded_update(options: StepOptions, groups: Groups, optimizers: OptimizerList,
-                    device: torch.device) -> ShardedUpdate | None:
+                    trained: Sequence[Tensor]) -> ShardedUpdate | None:
     """Return what shards the update where `shard=` asks for that."""
     if options.shard is None:
         return None
     from .sharded_update import ShardedUpdate, check_options
 
-    check_options(options, optimizers)
-    return ShardedUpdate(groups.gradients, device, whole=not options.parts)
+    check_options(options, optimizers, trained)
+    return ShardedUpdate(groups.gradients, trained[0].device, whole=not options.parts)
 
 
 def _sharded(model: nn.Module) -> ShardedModel | None:

@@ -260,12 +260,15 @@ REFUSED = {
     "FusedLAMB was given": {"optimizer": FusedLAMB},
     "SGD updates outside of the graph": {"optimizer": lambda params: torch.optim.SGD(params, momentum=0.9, dampening=0.1)},
     "O3 was given": {"opt_level": "O3"},
+    "verify='each' was given": {"verify": "each"},
+    "a parameter is complex": {"model": lambda: Net(nn.Linear(5, 5, dtype=torch.complex64))},
 }
 
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_what_is_not_there_is_refused(said):
-    model, given = plain("mlp"), dict(REFUSED[said])
+    given = dict(REFUSED[said])
+    model = given.pop("model", lambda: plain("mlp"))()
     optimizer = given.pop("optimizer", torch.optim.AdamW)(model.parameters())
     with fake_process_group(2), pytest.raises(ValueError, match=said):
         make(model, optimizer, **{"shard": "optimizer", **given})
