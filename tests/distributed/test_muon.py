@@ -107,12 +107,12 @@ def like_ddp(rank, world_size, name, options):
     same(steps, **limits)
 
 
-ROWS = [(name, {}) for name in ("shapes", "gpt", "odd", "frozen", "few rows", "sequence", "float64")] + [
+ROWS = [("shapes", {}), ("mlp", {"ema": apexfx.EMA(decay=0.5)})] + [
+    (name, {}) for name in ("gpt", "odd", "frozen", "few rows", "sequence", "float64")] + [
     ("shapes", {"accumulate": 2}),
     ("mlp", {"accumulate": 2, "loss_scale": 1024.0}),
     ("mlp", {"max_grad_norm": 0.05}),
     ("shapes", {"inner": "inductor"}),
-    ("mlp", {"ema": apexfx.EMA(decay=0.5)}),
     ("mlp", {"safeguard": True}),
     ("gpt", {"opt_level": "O2"}),
     ("few rows", {"buckets": apexfx.BucketConfig(message_size=10)}),
