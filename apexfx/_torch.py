@@ -62,10 +62,6 @@ pop_function_mode = torch._C._pop_torch_function_stack
 push_function_mode = torch._C._push_on_torch_function_stack
 function_modes = torch.overrides._get_current_function_mode_stack  # bottom first
 
-# How many torch dispatch modes of this thread are on: fake tensors, a tracer, functionalization, a user's.
-dispatch_mode_depth = torch._C._len_torch_dispatch_stack
-
-
 # A context that torch.profiler records by the name that it is made with.
 ProfilerSpan = torch._C._profiler._RecordFunctionFast
 
@@ -73,10 +69,6 @@ ProfilerSpan = torch._C._profiler._RecordFunctionFast
 set_grad_enabled = torch._C._set_grad_enabled
 enter_inference_mode = torch.autograd.grad_mode._enter_inference_mode
 exit_inference_mode = torch.autograd.grad_mode._exit_inference_mode
-
-
-# A context in which ops compute in the dtypes that they are given, whatever torch.autocast is around it.
-without_autocast = torch._C._DisableAutocast
 
 
 def active_ddp_module() -> object | None:

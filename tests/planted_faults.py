@@ -103,7 +103,7 @@ FAULTS = (
           "_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in _as_read(plan, grads, written)",
           "g for g in _as_read(plan, grads, written)", _STEP),
     Fault("a gradient in the memory of an input that is written is copied", "passes/unscale_clip_update.py",
-          "        memory |= _storages(gm.graph.find_nodes(op=\"placeholder\")) & written\n", "", _STEP),
+          "        memory |= storages([value(node) for node in gm.graph.find_nodes(op=\"placeholder\")]) & written\n", "", _STEP),
     Fault("nothing crosses a write", "passes/schedule_comm.py",
           "    return bool(changed) and not (is_collective(node) and all(map(_is_private, changed)))", "    return False",
           _SCHEDULE),

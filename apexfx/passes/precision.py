@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..graph.nodes import CAST_ROW, KIND, NAME, OF_STEP, fake_mode, module_paths
 from ..graph.op_names import canonical_name
 from ..graph.printing import first_names
 from ..precision.casts import CastRow, dtype_of
-from ..precision.policy import Policy
+from ..precision.policy import Policy, and_above
 from ..precision.rules import HALVES
 from ..report.records import Artifacts
 from .base import Pass
@@ -106,7 +106,7 @@ class Precision(Pass):
         """Note the override keys that cover nothing here, with the nearest module path or op name that would."""
         if not (keys := [key for key in self.policy.unused() if key not in missed]):
             return
-        paths = {above for node in nodes for path in module_paths(node) for above in _and_above(path)}
+        paths = {above for node in nodes for path in module_paths(node) for above in and_above(path)}
         ops = {canonical_name(node.target).rstrip("_").rpartition(".")[2] for node in nodes
                if node.op.startswith("call_") and not node.meta.get(OF_STEP)}
         for key in keys:
@@ -181,10 +181,3 @@ def _refuse_autocast(gm: fx.GraphModule) -> None:
             f"the model enters torch.autocast({inner[0].args[0]!r}) itself, around {source_line(inner[0].next)}"
         raise ValueError(f"apexfx: {where}, and opt_level asks for casts too: every op would be cast twice. Leave the "
                          "autocast out, or use opt_level='O0'; torch.autocast(..., enabled=False) regions are fine")
-
-
-def _and_above(path: str) -> Iterator[str]:
-    """Yield a module path and those of the modules that hold it, without the root."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]

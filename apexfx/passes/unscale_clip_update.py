@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,9 +57,9 @@ class UnscaleClipUpdate(Pass):
         for part in plan.updates:  # before the graph's own tensors are fake ones
             if not part.reads_halves:
                 TRACES[part.digest].graph(tuple(g is not None for g in grads[part.first:part.last]))
-        memory = _storages((*params, *slots))
+        memory = storages([value(node) for node in (*params, *slots)])
         written = written_storages(gm)
-        memory |= _storages(gm.graph.find_nodes(op="placeholder")) & written
+        memory |= storages([value(node) for node in gm.graph.find_nodes(op="placeholder")]) & written
         own = [_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in _as_read(plan, grads, written)]
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
@@ -86,10 +86,6 @@ class UnscaleClipUpdate(Pass):
         gm.graph.erase_node(node)
         gm.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in CASTS)  # of gradients
         return PassResult(gm, True)
-
-
-def _storages(nodes: Iterable[fx.Node]) -> frozenset[Any]:
-    return frozenset().union(*(storages(value(node)) for node in nodes))
 
 
 def _as_read(plan: Plan, grads: Sequence[fx.Node | None], written: frozenset[Any]) -> list[fx.Node | None]:

@@ -251,6 +251,13 @@ def covers(key: str, path: str) -> bool:
     return bool(path) and fnmatch.fnmatchcase(path, key) or fnmatch.fnmatchcase(path, f"{key}.*")
 
 
+def and_above(path: str) -> Iterator[str]:
+    """Yield a module path and those of the modules that hold it, without the root."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
 def _owners_elsewhere(node: fx.Node) -> Iterator[tuple[str, ...]]:
     """Yield the paths of the modules that hold the parameters given to `node`, where it was traced in none of them."""
     for source in node.all_input_nodes:

@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from ..graph.printing import count_text
 from ..precision.op_rows import FOLLOWS, OpRow
-from ..precision.policy import covers
+from ..precision.policy import and_above, covers
 from .fold_repeats import fold, group, pieces
 
 _FLOATS = ("f16", "bf16", "f32", "f64", "complex64", "complex128")
@@ -124,7 +124,7 @@ class Explanation(OpTable):
         """Path -> the names of the ops of the model whose dtype an override of the module changes."""
         names: dict[str, set[str]] = defaultdict(set)
         for op in filter(lambda op: op.overridable, self.model):
-            for path in _and_above(op.module):
+            for path in and_above(op.module):
                 names[path].add(op.name)
         return names
 
@@ -163,7 +163,7 @@ def explain(table: OpTable, what: str) -> Explanation:
            or any(fnmatch.fnmatchcase(own, pattern) for own in (op.op, op.name, op.node) for pattern in (what, name))]
     ops = ops or [op for op in table if any(what in (operand.name, *operand.aliases) for operand in op.operands)]
     if not ops:
-        known = {above for op in table for above in _and_above(op.where)} | {op.name for op in table} | {op.op for op in table}
+        known = {above for op in table for above in and_above(op.where)} | {op.name for op in table} | {op.op for op in table}
         near = difflib.get_close_matches(what, sorted(known), n=1)
         raise ValueError(f"apexfx: explain({what!r}) was asked for, and no module, op, node or parameter of the graphs is "
                          "called so" + (f"; did you mean {near[0]!r}?" if near else ".") + " report.ops() lists them")
@@ -176,11 +176,6 @@ def _reaches(key: str, op: Op) -> bool:
 
 def _is_in(key: str, op: Op) -> bool:
     return not op.outside and any(covers(key, path) for path in (op.module, *op.aliases))
-
-
-def _and_above(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def _reason(ops: Sequence[Op]) -> str:

@@ -3,12 +3,13 @@
 Read `options`, `step` (what a user calls), `components` (what it is made of), `parts` (what its end does, one a file), `slots`
 (their tensors), `checkpoint` (what is saved of them), `state` (all that it reads and writes besides its batch), `function` and
 its `inputs` (what Dynamo traces), `accumulation` (over several calls), `mean` (losses with a denominator of their own),
-`step_graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be). Beside them:
-`parameters`, `objective` and `leaves` (what is trained, and what is refused besides), `optimizer_list` and `optimizer_state`
-(what updates, and its tensors), `sharded` and `sharded_update` (where each rank has rows), `model` (what stands in for modules
-during a call), `skipped_steps` (where a skip began), `kept_buffers` (what it leaves behind: nothing), `bundle_recorder` (a call
-that another process runs again), `replicas` (whether the ranks still train one model); `errors` and `wrong_call` (what a user is
-told).
+`step_graphs` (how a call runs it), `step_compiler` (what becomes of the captured graph), `derivatives` (of derivatives in it),
+`in_pieces` (what cannot be). Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused
+besides), `optimizer_list` and `optimizer_state` (what updates, and its tensors), `hyperparameters` and `structure` (what a
+schedule may change of it, and what makes another graph), `sharded` and `sharded_update` (where each rank has rows), `model`
+(what stands in for modules during a call), `skipped_steps` (where a skip began), `kept_buffers` (what it leaves behind:
+nothing), `bundle_recorder` (a call that another process runs again), `replicas` (whether the ranks still train one model);
+`errors` and `wrong_call` (what a user is told).
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
                objective: Callable[..., Any] | None = None, loss_scale: float | str | None = None,
                max_grad_norm: float | None = None, accumulate: int = 1, keep_grads: bool = False,
                memory_budget: int | None = None, fallback: str | None = None, safeguard: Safeguard | bool | None = None,
-               shard: str | None = None,
-               ema: EMA | None = None, parts: Sequence[Part] = (), modules: Sequence[nn.Module] = (),
-               **options: Any) -> TrainStep:
+               shard: str | None = None, ema: EMA | None = None, parts: Sequence[Part] = (),
+               modules: Sequence[nn.Module] = (), **options: Any) -> TrainStep:
     """Return a callable that runs a whole training step of `model` as one graph.
 
     It shares parameters, buffers and submodules with the model, and the state with the optimizer: evaluate the model, save and
@@ -52,12 +52,12 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
         loss_fn: `loss_fn(output, *targets)` -> the loss: a scalar, or an `apexfx.Mean`, with a denominator of its own. The step
             is called with the model's input (a tensor, a tuple of positional or a dictionary of keyword arguments), then the
             targets.
-        optimizer: those of torch.optim (but for LBFGS, Rprop, Adafactor, ASGD, NAdam and SparseAdam) and apexfx.optimizers
-            update inside of the graph. Any other runs its own `step()` after the graph, on gradients that are averaged, unscaled
-            and clipped; the report says so. It may hold parameters of a loss that is a module, and of `modules`, too; any other
-            leaf that the loss depends on has to be frozen. A list of optimizers over disjoint parameters (Muon for the matrices,
-            AdamW for the rest) shares one norm and one loss scale; its state is a list, too, and a schedule belongs to one of
-            them as usual.
+        optimizer: updates inside of the graph, by an op or by its own `step()`, traced; one that no graph holds (LBFGS,
+            SparseAdam, what counts in Python) runs its `step()` after the graph, on gradients that are averaged, unscaled and
+            clipped; the report says so, and why. It may hold parameters of a loss that is a module, and of `modules`, too; any
+            other leaf that the loss depends on has to be frozen. A list of optimizers over disjoint parameters (Muon for the
+            matrices, AdamW for the rest) shares one norm and one loss scale; its state is a list, too, and a schedule belongs
+            to one of them as usual.
         objective: `objective(model, *batch)` -> the loss, or (loss, anything else to return), in place of `loss_fn`. The
             step may be called by keyword then: `step(**batch)` computes `objective(model, **batch)`.
         loss_scale: "dynamic", a number, or None: dynamic where anything trained is computed in float16, or is float16; none
