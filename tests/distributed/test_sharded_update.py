@@ -94,7 +94,7 @@ def like_ddp(rank, world_size, name, kind, options):
     limits = {"rtol": tolerance, "atol": tolerance}
     for place, batch in enumerate(batches(steps[0].model, 5, rank, world_size)):
         for group in (group for step in steps for group in step.optimizer.param_groups):
-            if "betas" in group and place > 1:  # as a schedule
+            if "betas" in group and place > 1 and not kind.startswith("fused"):  # as a schedule
                 group["betas"] = (0.8 - 0.1 * place, group["betas"][1])
         expected, loss = (step(*batch) for step in steps)
         torch.testing.assert_close(loss, expected, **limits)
