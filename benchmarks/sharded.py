@@ -1,9 +1,11 @@
-"""Time a step of a model under fully_shard against FSDP2's own loop, and tell what a rank holds of it.
+"""Time a step of a model under fully_shard against FSDP2's own loop, or a shared update, and tell what a rank holds.
 
     python benchmarks/sharded.py [--depth 4] [--width 192] [--rounds 15] [--json results/sharded.json]
     python benchmarks/sharded.py --muon [--products float32] --depth 4 --width 96 --json results/sharded_muon.json
+    python benchmarks/sharded.py --update [--json results/sharded_update.json]
     python benchmarks/sharded.py --memory 2 4 --depth 8 --width 512 --batch 32 --json results/sharded_memory.json \\
         --picture ../docs/sharded_memory.svg
+    python benchmarks/sharded.py --update --memory 2 4 --depth 8 --width 512 --batch 32 --json results/sharded_update_memory.json
 
 Rows, of a stack of residual blocks in float32, clipping and AdamW (fused in the loops): milliseconds of a step, the median over
 the rounds, and how many times as fast as `compiled blocks`, the median over the rounds with the interval that it lies in; of the
@@ -17,6 +19,8 @@ With --muon: steps by Muon for the matrices of the blocks and AdamW for the rest
 `shard="optimizer"`, too, and of a model under `fully_shard`; how many times as fast as `ddp=True`. With `--products float32`
 directions are made orthogonal by products of float32: where those of bfloat16 are many times as slow, as on a processor that has
 none, Muon would be all that is measured.
+
+With --update: steps with `shard="optimizer"` against the same ones with `ddp=True` alone, without clipping and with it.
 
 With --memory: MiB that a rank of so many has more, once model, optimizer and step are there and have made two steps, and what
 `report.memory()` says of it; a picture of that.
@@ -47,6 +51,7 @@ from apexfx.ops import orthogonalize, orthogonalize_rows
 
 MEGABYTES_PER_S = 250
 BASE, PREFETCHING, WHOLE = "compiled blocks", "compiled blocks, prefetching", "ddp=True"
+UPDATES, CLIPPED = {WHOLE: None, 'shard="optimizer"': "optimizer"}, ", clipped"
 
 
 class Block(nn.Module):
@@ -96,7 +101,7 @@ def loop_of(model: nn.Module) -> Callable[..., Tensor]:
 
 def step_of(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O0", max_grad_norm=1.0, **options)
+    return apexfx.train_step(model, F.cross_entropy, optimizer, **{"opt_level": "O0", "max_grad_norm": 1.0, **options})
 
 
 def muon_steps(depth: int, width: int) -> dict[str, Callable[..., Tensor]]:
@@ -124,19 +129,26 @@ def batch_of(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 def measure(options: argparse.Namespace, link: str) -> list[dict[str, Any]]:
     """Return the rows of one rank; every rank has to call it."""
-    sizes, base = (options.depth, options.width), WHOLE if options.muon else BASE
+    sizes = options.depth, options.width
     if options.products == "float32":
         multiply_in_float32()
-    steps = muon_steps(*sizes) if options.muon else {
-        "eager loop": loop_of(sharded(*sizes)), BASE: loop_of(sharded(*sizes, compiled=True)),
-        PREFETCHING: loop_of(sharded(*sizes, compiled=True, prefetching=True)), "train_step": step_of(sharded(*sizes))}
+    if options.muon:
+        steps, base = muon_steps(*sizes), WHOLE
+    elif options.update:
+        steps, base = {f"{variant}{clipped}": step_of(whole(*sizes), ddp=True, shard=shard, max_grad_norm=limit)
+                       for clipped, limit in (("", None), (CLIPPED, 1.0)) for variant, shard in UPDATES.items()}, WHOLE
+    else:
+        steps, base = {
+            "eager loop": loop_of(sharded(*sizes)), BASE: loop_of(sharded(*sizes, compiled=True)),
+            PREFETCHING: loop_of(sharded(*sizes, compiled=True, prefetching=True)), "train_step": step_of(sharded(*sizes))}, BASE
     calls = {name: functools.partial(step, *batch_of(options)) for name, step in steps.items()}
     times = harness.interleave(calls, rounds=options.rounds + 3, before=lambda _: dist.barrier())
     times = {name: taken[3:] if dist.get_backend() == "fake" else harness.slowest(taken[3:]) for name, taken in times.items()}
     rows = []
     for name, taken in times.items():
         row = {"link": link, "variant": name, "ms": 1e3 * statistics.median(taken)}
-        for prefix, beside in (("", base), ("prefetching ", PREFETCHING))[:2 if name == "train_step" else 1]:
+        own_base = f"{base}{CLIPPED}" if name.endswith(CLIPPED) else base
+        for prefix, beside in (("", own_base), ("prefetching ", PREFETCHING))[:2 if name == "train_step" else 1]:
             ratios = harness.interval([theirs / each for theirs, each in zip(times[beside], taken)])
             row |= {f"{prefix}{key}": ratio for key, ratio in zip(("low", "ratio", "high"), ratios)}
         rows.append(row)
@@ -155,8 +167,9 @@ def held(options: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
     warm, batch = step_of(whole(1, 8), ddp=True, inner="eager"), batch_of(options)
     warm(torch.randn(2, 8), torch.zeros(2, dtype=torch.long))  # imports what compiles
     before = harness.resident("VmRSS")
-    model = whole(options.depth, options.width) if variant == "ddp=True" else sharded(options.depth, options.width)
-    step = loop_of(model) if variant == "FSDP2's loop" else step_of(model, ddp=variant == "ddp=True", inner="eager")
+    model = whole(options.depth, options.width) if variant in UPDATES else sharded(options.depth, options.width)
+    step = loop_of(model) if variant == "FSDP2's loop" else step_of(model, ddp=variant in UPDATES, shard=UPDATES.get(variant),
+                                                                    inner="eager")
     for _ in range(2):
         step(*batch)
     gc.collect()
@@ -196,12 +209,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--muon", action="store_true")
     parser.add_argument("--products", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--update", action="store_true")
     parser.add_argument("--memory", type=int, nargs="+", metavar="RANKS")
     for name in ("json", "picture"):
         parser.add_argument(f"--{name}", type=Path)
     options = parser.parse_args()
     if options.memory:
-        rows = [row for num_ranks in options.memory for variant in ("ddp=True", "FSDP2's loop", "train_step")
+        variants = UPDATES if options.update else ("ddp=True", "FSDP2's loop", "train_step")
+        rows = [row for num_ranks in options.memory for variant in variants
                 for row in harness.on_ranks(held, options, variant, num_ranks=num_ranks)]
         if options.picture is not None:
             options.picture.write_text(picture(rows))

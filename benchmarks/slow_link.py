@@ -2,7 +2,7 @@
 
 A thread that sleeps serves the collectives one after the other, as a network serves one communicator. Buffers stay as they are: a
 run measures when communication starts and is waited for, and nothing else. Of several ranks one is there: gathers and
-reduce_scatters take what a ring sends, and give this rank's part in the place of all.
+reduce_scatters take what a ring sends, in which time the thread puts this rank's part in the place of all.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,24 +54,26 @@ class SlowLink(dist.ProcessGroup):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.busy: list[tuple[float, float]] = []
-        self._queue: queue.Queue[tuple[SlowWork, int]] = queue.Queue()
+        self._queue: queue.Queue[tuple[SlowWork, int, Callable[[], None]]] = queue.Queue()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         while True:
-            work, num_bytes = self._queue.get()
+            work, num_bytes, copy = self._queue.get()
             start = time.perf_counter()
-            time.sleep(self.latency_s + num_bytes / self.bytes_per_s)
+            copy()
+            time.sleep(max(0.0, start + self.latency_s + num_bytes / self.bytes_per_s - time.perf_counter()))
             self.busy.append((start, time.perf_counter()))
             work.finish()
 
-    def _send(self, tensors: list[torch.Tensor], whole: list[torch.Tensor] | None = None) -> SlowWork:
+    def _send(self, tensors: list[torch.Tensor], whole: list[torch.Tensor] | None = None,
+              copy: Callable[[], None] = lambda: None) -> SlowWork:
         work, n = SlowWork(tensors), self.size()
         if whole is None:
             num_bytes = sum(t.numel() * t.element_size() for t in tensors)
         else:
             num_bytes = sum(t.numel() * t.element_size() for t in whole) * (n - 1) // n
-        self._queue.put((work, num_bytes))
+        self._queue.put((work, num_bytes, copy))
         return work
 
     # torch.compile looks into Python that runs below it; a real process group has none.
@@ -86,18 +89,22 @@ class SlowLink(dist.ProcessGroup):
     @torch.compiler.disable
     def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor],
                                          opts: Any = None) -> SlowWork:
-        for output, given in zip(outputs, inputs):
-            for part in output.view(self.size(), *given.shape):
-                if part.data_ptr() != given.data_ptr():
-                    part.copy_(given)
-        return self._send(outputs, outputs)
+        def copy() -> None:
+            for output, given in zip(outputs, inputs):
+                for part in output.view(self.size(), *given.shape):
+                    if part.data_ptr() != given.data_ptr():
+                        part.copy_(given)
+
+        return self._send(outputs, outputs, copy)
 
     @torch.compiler.disable
     def reduce_scatter_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor],
                                              opts: Any = None) -> SlowWork:
-        for output, given in zip(outputs, inputs):
-            output.copy_(given.view(self.size(), -1)[self.rank()].view_as(output))
-        return self._send(outputs, inputs)
+        def copy() -> None:
+            for output, given in zip(outputs, inputs):
+                output.copy_(given.view(self.size(), -1)[self.rank()].view_as(output))
+
+        return self._send(outputs, inputs, copy)
 
     @torch.compiler.disable
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> SlowWork:

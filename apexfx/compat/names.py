@@ -65,8 +65,9 @@ ALTERNATIVES = {
     "apex.contrib.multihead_attn": "torch.nn.functional.scaled_dot_product_attention",
     "apex.contrib.nccl_allocator": "torch.cuda.MemPool",
     "apex.contrib.openfold_triton": "torch.nn.functional.layer_norm and scaled_dot_product_attention under torch.compile",
-    "apex.contrib.optimizers": "apex.fp16_utils.FP16_Optimizer with apex.optimizers, or "
-                               "torch.distributed.optim.ZeroRedundancyOptimizer",
+    "apex.contrib.optimizers": "apexfx.train_step(model, loss_fn, optimizer, ddp=True, shard='optimizer') with FusedAdam of "
+                               "apex.optimizers in the place of DistributedFusedAdam, the same without shard= with FusedLAMB in "
+                               "that of DistributedFusedLAMB, and apex.fp16_utils.FP16_Optimizer in that of FP16_Optimizer",
     "apex.contrib.peer_memory": "torch.distributed's send and recv",
     "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured and torch.nn.utils.prune",
     "apex.contrib.torchsched": "torch.compile(model, backend='apex')",
@@ -81,7 +82,7 @@ ALTERNATIVES = {
     "apex.transformer": "Megatron Core, or torch.distributed's tensor.parallel, pipelining and device_mesh; for its "
                         "softmax, rotary embedding and layers plain torch under torch.compile, and apex.normalization",
     "bnp": "torch.nn.BatchNorm2d on channels_last inputs",
-    "distributed_adam_cuda": "apex.optimizers.FusedAdam, or torch.distributed.optim.ZeroRedundancyOptimizer",
+    "distributed_adam_cuda": "apex.optimizers.FusedAdam, and apexfx.train_step(ddp=True, shard='optimizer')",
     "distributed_lamb_cuda": "apex.optimizers.FusedLAMB",
     "fast_layer_norm": "apex.contrib.layer_norm.FastLayerNorm",
     "fast_multihead_attn": "torch.nn.functional.scaled_dot_product_attention",

@@ -15,6 +15,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from ..buckets.bucket import Bucket, GradientSpec, Slot
 from ..buckets.plan import BucketPlan
 from ..buckets.windows import MARK
+from ..graph.collectives import is_wait
 from ..graph.inputs import apply_node, scatter_node
 from ..graph.nodes import NAME, call, inline, value
 from ..graph.printed_names import identifier
@@ -89,11 +90,12 @@ class ScatterGradients(BucketAllreduce):
             buckets: of the parameters whose gradients were added to those of earlier calls.
         """
         node = apply_node(gm)
+        first_wait = next((wait for wait in gm.graph.nodes if is_wait(wait) and MARK in wait.meta), node)  # sums travel meanwhile
         params, whole = list(node.args[0]), plan_of(node.args[3]).whole
         for place, gradient in enumerate(node.args[1]):
             if place in whole or not has_rows(value(p := params[place])):
                 continue
-            with gm.graph.inserting_before(node):
+            with gm.graph.inserting_before(first_wait):
                 params[place] = call(gm.graph, own_rows, (p, self.world_size, self.group_name), like=node,
                                      name=f"{identifier(p.meta[NAME])}_rows")
             params[place].meta[NAME] = p.meta[NAME]

@@ -160,7 +160,7 @@ class _Part:
         del lists[1]  # gradients
         copies = {p for tensors in lists for i in self.members if (p := tensors[i]).op != "placeholder"}  # rows of parameters
         late = [node for node in self._waited | copies if self._places[node] > self._places[self.anchor]]
-        return sorted(late, key=self._places.__getitem__)
+        return sorted(late, key=lambda node: (node not in copies, self._places[node]))  # what waits for nothing first
 
     def is_late(self) -> bool:
         """Return whether something lies between the anchor and the update that the update has not to wait for."""

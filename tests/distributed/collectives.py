@@ -1,8 +1,9 @@
-"""Records what a rank communicates: every all_reduce and broadcast, with the values it sent."""
+"""What a rank communicates: records of every all_reduce and broadcast with the values it sent, and what a graph says."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -62,3 +63,17 @@ def recorded() -> Iterator[Recording]:
     finally:
         for cls, name, original in originals:
             setattr(cls, name, original)
+
+
+def communicated(code: str, num_ranks: int) -> Iterator[tuple[str, int]]:
+    """Yield what the text of a graph communicates, in order: (what, bytes of the whole), and ("wait", bytes) for its wait."""
+    started = {}
+    for line in code.splitlines():
+        if match := re.match(r'\s+(\w+): "(\w+)\[([\d, ]*)\]" = torch\.ops\._c10d_functional\.(\w+)\.default\((\w+)', line):
+            name, dtype, shape, op, first = match.groups()
+            num_bytes = {"f64": 8, "f32": 4, "bf16": 2}[dtype] * torch.Size(map(int, filter(None, shape.split(", ")))).numel()
+            if op == "wait_tensor":
+                yield "wait", started[first]
+            else:
+                started[name] = num_bytes * (num_ranks if op == "reduce_scatter_tensor" else 1)
+                yield op.removesuffix("_tensor").removesuffix("_into"), started[name]

@@ -14,6 +14,7 @@ from torch.distributed import checkpoint
 
 import apexfx
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
+from tests.distributed.collectives import communicated
 from tests.distributed.launch import run_ranks
 from tests.distributed.sharded_models import MODELS, Net, Scaled, batches, perceptron, plain, train, whole
 from tests.fake_group import fake_process_group
@@ -83,7 +84,7 @@ def like_ddp(rank, world_size, name, kind, options):
     """Train by both; all that there is comes out the same: the bits, where nothing is summed in another order."""
     options = dict(options)
     sharded = options.pop("shard", "optimizer")
-    exact = world_size == 2 and not {"max_grad_norm", "safeguard"} & options.keys() and sharded == "optimizer"
+    exact = world_size == 2 and not {"max_grad_norm", "safeguard", "inner"} & options.keys() and sharded == "optimizer"
     steps = []
     for shard in (None, sharded):
         model = new(name)
@@ -141,6 +142,13 @@ def many(rank, world_size, rows):
 @pytest.mark.parametrize("rows", [ROWS[-2:], pytest.param(ROWS, marks=pytest.mark.long)], ids=["two", "all"])
 def test_a_sharded_update_has_the_bits_of_ddp(rows):
     run_ranks(many, 2, rows, timeout=900)
+
+
+@table(0, "name, options", [
+    ("mlp", {}), ("gpt", {"ddp": apexfx.BucketConfig(message_size=200)}), ("cnn", {"sync_bn": True}),
+    ("checkpoints", {"accumulate": 2})], ids=str)
+def test_under_inductor_a_sharded_update_is_that_of_ddp(name, options):
+    run_ranks(many, 2, [(name, "adamw", {"inner": "inductor", **options})], timeout=900)
 
 
 @pytest.mark.long
@@ -209,6 +217,25 @@ def ends(rank, world_size):
 
 def test_the_parts_of_a_step_are_those_of_ddp():
     run_ranks(ends, 2)
+
+
+@table(2, "num_ranks", [2, 4, 8])
+def test_state_is_a_share_and_no_more_bytes_travel_than_without(num_ranks):
+    """In float32. At O2 a float32 gather stands beside a sum in half: half as many bytes again as an allreduce in half."""
+    with fake_process_group(num_ranks):
+        for level, more in (("O0", 1), ("O2", 1.5)):
+            sent, held = [], []
+            for shard in (None, "optimizer"):
+                model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+                step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), opt_level=level, inner="eager",
+                                         ddp=True, shard=shard)
+                step(torch.randn(4, 16), torch.randn(4, 8))
+                # Of a ring: each rank sends all parts but its own, once for a sum or a gather, twice for an allreduce.
+                sent.append(sum(num_bytes * (2 if "reduce_" == kind[4:] else 1) for kind, num_bytes in
+                                communicated(step.report.code(stage="step"), num_ranks) if kind != "wait"))
+                numbers = sum(x.numel() * x.itemsize for p in step.optimizer.state.values() for x in p.values() if not x.dim())
+                held.append(step.report.memory().alive["optimizer state"][-1] - numbers)
+            assert sent[1] == more * sent[0] and (held[1] - 4) * num_ranks == held[0] - 4  # besides the learning rate
 
 
 def resumed(rank, world_size, folder, every):

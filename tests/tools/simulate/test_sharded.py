@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,12 +17,12 @@ from apexfx.tools.simulate.profile import Group, Profile, Segment, analytic, gro
 from apexfx.tools.simulate.sharded import sharded_program
 from apexfx.tools.simulate.simulator import Costs, plan_for, simulate
 from apexfx.tools.simulate.timeline import Start, Wait
+from tests.distributed.collectives import communicated
 from tests.fake_group import fake_process_group
 from tests.tables import table
 
 CPU = torch.device("cpu")
 _CONFIG = BucketConfig(message_size=30_000)
-_ITEMSIZES = {"f64": 8, "f32": 4, "bf16": 2}
 
 
 def real(name, shard, num_ranks, **options):
@@ -42,19 +40,6 @@ def real(name, shard, num_ranks, **options):
                                  inner="eager", **options)
         step(inputs)
         return list(communicated(step.report.code(stage="step"), num_ranks))
-
-
-def communicated(code, num_ranks):
-    started = {}
-    for line in code.splitlines():
-        if match := re.match(r'\s+(\w+): "(\w+)\[([\d, ]*)\]" = torch\.ops\._c10d_functional\.(\w+)\.default\((\w+)', line):
-            name, dtype, shape, op, first = match.groups()
-            num_bytes = _ITEMSIZES[dtype] * torch.Size(map(int, filter(None, shape.split(", ")))).numel()
-            if op == "wait_tensor":
-                yield "wait", started[first]
-            else:
-                started[name] = num_bytes * (num_ranks if op == "reduce_scatter_tensor" else 1)
-                yield op.removesuffix("_tensor").removesuffix("_into"), started[name]
 
 
 def predicted(name, shard, num_ranks, clips):
@@ -110,8 +95,8 @@ def test_a_sharded_update_by_hand():
     config = BucketConfig(message_size=4)
     made = simulate(profile_of(), NETWORK, 2, config, shard="optimizer")
     found = spans(made)
-    assert (found["bucket 0"], found["bucket 1"], found["gather 0"]) == ((6.0, 10.0), (10.0, 14.0), (14.0, 18.0))
-    assert (found["update 0"], found["update 1"], found["gather 1"]) == ((10.0, 11.0), (14.0, 15.0), (18.0, 22.0))
+    assert (found["bucket 0"], found["update 0"], found["gather 0"]) == ((6.0, 10.0), (10.0, 11.0), (14.0, 18.0))
+    assert (found["bucket 1"], found["update 1"], found["gather 1"]) == ((10.0, 14.0), (14.0, 15.0), (18.0, 22.0))
     assert made.step_s == 22.0
     clipped = simulate(profile_of(), NETWORK, 2, config, shard="optimizer", clips=True)
     assert spans(clipped)["norm"][0] == 14.0 and [gather.begin for gather in clipped.gathers] == [24.0, 28.0]
