@@ -21,6 +21,7 @@ def committed(name):
 WORSE = {  # record -> what makes a row of it worse by a share, where that is not a lower "ratio"
     "amp.json": lambda row, by: {"ratio": row["ratio"] / (1 - by)},  # ours / theirs
     "ddp.json": lambda row, by: {"ratio": row["ratio"] / (1 - by)},
+    "optimizers_traced.json": lambda row, by: {"ratio": row["ratio"] / (1 - by)},
     "safeguard.json": lambda row, by: {"ratio": row["ratio"] / (1 - by)},
     "memory_cpu.json": lambda row, by: {"ratio": min(row["ratio"], run_all.MOST_MEMORY) * (1 - by)},
     "pass_time.json": lambda row, by: {"pipeline_s": row["pipeline_s"] / (1 - by)},
