@@ -35,7 +35,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,17 +212,17 @@ def first_step(name: str, variant: str, level: str, given: argparse.Namespace, p
     Args:
         portable: a folder where each rank loads torch's portable caches from, or saves them, if it has saved none there.
     """
-    caches = Path(portable or os.devnull, str(dist.get_rank() if dist.is_initialized() else 0))
     torch.set_num_threads(given.threads)
     if given.memory:
         harness.give_back_memory()
     before, begin = harness.resident("VmRSS"), time.perf_counter()
-    if loads := caches.exists():
+    caches = portable and Path(portable, str(dist.get_rank() if dist.is_initialized() else 0))
+    if loads := caches and caches.exists():
         torch.compiler.load_cache_artifacts(caches.read_bytes())
     step, batch = build(name, variant, level, given)
     step(*batch)
     seconds = time.perf_counter() - begin
-    if portable and not loads and (saved := torch.compiler.save_cache_artifacts()) is not None:
+    if caches and not loads and (saved := torch.compiler.save_cache_artifacts()) is not None:
         caches.write_bytes(saved[0])
     if dist.is_initialized():
         seconds = harness.slowest([seconds])[0]
@@ -235,7 +235,7 @@ def first_step(name: str, variant: str, level: str, given: argparse.Namespace, p
 def memory(given: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, level, variant in itertools.product(given.models, given.levels, given.variants):
-        _, warm, _ = first_steps(name, variant, level, given)
+        _, warm = first_steps(name, variant, level, given, STARTS[:2])
         rows.append({"model": label(name, level, given), "variant": variant, "peak MiB": warm["mib"]})
         print(rows[-1], flush=True)
     return rows
@@ -260,14 +260,15 @@ def starts(given: argparse.Namespace) -> list[dict[str, Any]]:
     return [row for row in harness.earlier_rows(given.json, []) if row["model"] not in measured] + rows
 
 
-def first_steps(name: str, variant: str, level: str, given: argparse.Namespace) -> list[dict[str, float]]:
-    """Return what `first_step` does in each of `STARTS`."""
+def first_steps(name: str, variant: str, level: str, given: argparse.Namespace,
+                starts: Sequence[str] = STARTS) -> list[dict[str, float]]:
+    """Return what `first_step` does in each of `starts`."""
     found = []
     with (tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty,
           tempfile.TemporaryDirectory() as portable):
-        for cache, caches in zip((folder, folder, empty), (portable, None, portable), strict=True):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-            arguments = first_step, name, variant, level, given, caches
+        for start in starts:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty if start == "portable" else folder
+            arguments = first_step, name, variant, level, given, None if start == "warm" else portable
             found.append(harness.on_ranks(*arguments, num_ranks=given.ranks) if given.ranks > 1
                          else harness.in_new_process(*arguments))
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]

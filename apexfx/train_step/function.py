@@ -123,9 +123,8 @@ def _as_rows(inputs: StepInputs, grads: list[Tensor | None]) -> list[Tensor | No
     """Return gradients as the calls of a step accumulate them."""
     if not inputs.ranks or all(g is None for g in grads):
         return grads
-    rows = torch.ops.apexfx.scatter_gradients.default(inputs.params, grads, inputs.ranks, inputs.group)
-    places = [place for place, g in enumerate(grads) if g is not None]
-    return [None if g is None else rows[places.index(place)] for place, g in enumerate(grads)]
+    rows = iter(torch.ops.apexfx.scatter_gradients.default(inputs.params, grads, inputs.ranks, inputs.group))
+    return [None if g is None else next(rows) for g in grads]
 
 
 class NotCompiled(RuntimeError):
