@@ -28,6 +28,9 @@ _OBSTACLES = (
     (re.compile(r"torch/distributed/fsdp/"),
      "a module is under fully_shard() that was not when the step was made, or is not of the step's model",
      "Call fully_shard() before train_step(), and leave a frozen model of the loss whole, or give the step what it returns"),
+    (re.compile(r"how to trace the function .Tensor\(|Tensor method .forward. is not"),
+     "a tensor is called as a model is: loss_fn takes what the model returns, loss_fn(model(inputs), *targets)",
+     "What takes the model itself is an objective: train_step(model, objective=f, optimizer=...) computes f(model, *batch)"),
     *((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") for pattern, reason, advice in (
         (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
         (r"does not support RNG ops", "the model checkpoints activations around random numbers (dropout), which a graph cannot "

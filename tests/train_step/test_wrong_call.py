@@ -129,6 +129,14 @@ def test_fullgraph_false_is_refused():
         make(fullgraph=False)
 
 
+@pytest.mark.parametrize("loss_fn", [lambda model, x: model(x).sum(), lambda model, x: model.forward(x).sum()])
+def test_a_loss_that_takes_the_model_is_led_to_objective(loss_fn):
+    model = Net()
+    step = apexfx.train_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), inner="eager")
+    with pytest.raises(RuntimeError, match=r"loss_fn takes what the model returns.*\n.*\n.*computes f\(model, \*batch\)"):
+        step(X, X)
+
+
 class Auxiliary(Net):
     def forward(self, x):
         y = self.body(x)
