@@ -228,7 +228,7 @@ def check(make, ends, between=()):
        by_turns=True)
 def test_an_end_that_is_no_step_leaves_the_next_steps_as_they_are(name, middle):
     ends = [end for end in ENDS if not middle or end in BETWEEN]
-    if not (probe := STEPS[name]()).step._parts.may_skip:
+    if not (probe := STEPS[name]()).step._components.may_skip:
         ends = [end for end in ends if end != "overflow"]
     del probe
     check(STEPS[name], ["overflow"] * ("overflow" in ends) + ends + ends[:1], ends if middle else ())

@@ -24,15 +24,15 @@ class BundleRecorder:
     is recorded as if all held what it holds.
 
     Args:
-        parts, graphs, state, skipped: of the step.
+        components, graphs, state, skipped: of the step.
     """
 
-    def __init__(self, parts: Components, graphs: CallGraphs, state: TrainingState, skipped: SkippedSteps) -> None:
-        self._graphs, self._state, self._skipped, self._safeguard = graphs, state, skipped, parts.safeguard
-        self._device, self._described, self._group = parts.device, parts.report.config, parts.groups.gradients
-        self._agreement = parts.agreement if self._group is not None else None
-        self._fuses = parts.options.config.inner != "eager"
-        safeguard = parts.options.safeguard
+    def __init__(self, components: Components, graphs: CallGraphs, state: TrainingState, skipped: SkippedSteps) -> None:
+        self._graphs, self._state, self._skipped, self._safeguard = graphs, state, skipped, components.safeguard
+        self._device, self._described, self._group = components.device, components.report.config, components.groups.gradients
+        self._agreement = components.agreement if self._group is not None else None
+        self._fuses = components.options.config.inner != "eager"
+        safeguard = components.options.safeguard
         self._folder, self._max_records = (safeguard.record_dir, safeguard.max_records) if safeguard is not None else (None, 0)
 
     def record(self, path: Path) -> None:

@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 _ALWAYS = {"model", "optimizer", "scaler", "num_ranks"}
 
 
-def save(parts: Components) -> dict[str, Any]:
+def save(components: Components) -> dict[str, Any]:
     """Return the state of a step; see `TrainStep.state_dict`."""
-    state = {"model": parts.model.state_dict(), "optimizer": parts.optimizers.state_dict(), "scaler": {},
-             "num_ranks": parts.num_ranks}
-    if of_objective := parts.objective_modules.state_dict():
+    state = {"model": components.model.state_dict(), "optimizer": components.optimizers.state_dict(), "scaler": {},
+             "num_ranks": components.num_ranks}
+    if of_objective := components.objective_modules.state_dict():
         state["objective"] = of_objective
-    parts.slots.save(state, _named(parts))
+    components.slots.save(state, _named(components))
     return state
 
 
@@ -41,31 +41,31 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
     return gathered if keeps else {}
 
 
-def load(parts: Components, state: dict[str, Any]) -> None:
+def load(components: Components, state: dict[str, Any]) -> None:
     """Load what `save` returned; see `TrainStep.load_state_dict`. Nothing has changed where it raises."""
-    if parts.sharded is not None:
-        parts.sharded.reshard()
-    state = _checked(parts, state)
-    parts.objective_modules.refresh(parts.optimizers)
-    holders = {"model": parts.model, "optimizer": parts.optimizers, "objective": parts.objective_modules}
+    if components.sharded is not None:
+        components.sharded.reshard()
+    state = _checked(components, state)
+    components.objective_modules.refresh(components.optimizers)
+    holders = {"model": components.model, "optimizer": components.optimizers, "objective": components.objective_modules}
     if "objective" not in state and holders.pop("objective").state_dict():
         log.warning("apexfx: the state has nothing of the objective, whose parameters stay as they are")
     before = {name: copy.deepcopy(holder.state_dict()) for name, holder in holders.items()}
     try:
         for name, holder in holders.items():
             holder.load_state_dict(state[name])
-        parts.optimizers.check_held(names_of_parameters(parts))
+        components.optimizers.check_held(names_of_parameters(components))
     except BaseException:
         for name, holder in holders.items():
             holder.load_state_dict(before[name])
         raise
-    if state["num_ranks"] != parts.num_ranks:
+    if state["num_ranks"] != components.num_ranks:
         log.warning("apexfx: the state was saved by %d ranks and is loaded by %d: the batch that a step sees, and with it "
-                    "the right learning rate, may be another", state["num_ranks"], parts.num_ranks)
-    parts.slots.load(state, _named(parts))
+                    "the right learning rate, may be another", state["num_ranks"], components.num_ranks)
+    components.slots.load(state, _named(components))
 
 
-def _checked(parts: Components, state: Any) -> dict[str, Any]:
+def _checked(components: Components, state: Any) -> dict[str, Any]:
     """Return a state as a step saves it; one that is damaged is refused, and what does not fit is told of."""
     if not isinstance(state, dict) or not state.keys() >= _ALWAYS:
         kind = sorted(state) if isinstance(state, dict) else type(state).__name__
@@ -76,13 +76,13 @@ def _checked(parts: Components, state: Any) -> dict[str, Any]:
     for name in state.keys() - _ALWAYS - {"objective"} | {"scaler"}:
         section(state, (name, ""))
     own: dict[str, Any] = {"scaler": {}}
-    parts.slots.save(own, {})
+    components.slots.save(own, {})
     is_of_step = not (isinstance(state["scaler"], dict) and "_growth_tracker" in state["scaler"])
     state = {**state, "scaler": of_grad_scaler(state["scaler"])}
-    parts.slots.check(state, _named(parts))
+    components.slots.check(state, _named(components))
     if is_of_step and state["scaler"].keys() != own["scaler"].keys():
         log.warning("apexfx: the state was saved with %s, and this step has loss_scale=%r: what the state lacks begins anew, "
-                    "and what the step has no use for is dropped", sorted(state["scaler"]) or "no loss scale", parts.scales)
+                    "and what the step has no use for is dropped", sorted(state["scaler"]) or "no loss scale", components.scales)
     for name in sorted((state.keys() ^ own.keys()) - _ALWAYS - {"objective"}):
         log.warning("apexfx: the state has nothing of %s=, whose tensors begin anew" if name in own else
                     "apexfx: the state has tensors of %s=, which are dropped; make the step with that to go on with them", name)
@@ -92,12 +92,12 @@ def _checked(parts: Components, state: Any) -> dict[str, Any]:
     return state
 
 
-def names_of_parameters(parts: Components) -> dict[int, str]:
+def names_of_parameters(components: Components) -> dict[int, str]:
     """Return the names of what may be trained, by id."""
-    return {id(p): name for name, p in _named(parts).items()}
+    return {id(p): name for name, p in _named(components).items()}
 
 
-def _named(parts: Components) -> dict[str, Tensor]:
+def _named(components: Components) -> dict[str, Tensor]:
     """Return what may be trained by its name."""
-    of_objective, _ = parts.objective_modules.named_tensors()
-    return {**dict(parts.model.named_parameters()), **of_objective}
+    of_objective, _ = components.objective_modules.named_tensors()
+    return {**dict(components.model.named_parameters()), **of_objective}

@@ -49,27 +49,28 @@ class StepInPieces(StepGraphs):
             return super().run(batch, named, accumulates=accumulates)
         except NotOneGraph as error:
             reason = error.reason
-        if self._parts.agreement is not None:
-            self._parts.agreement.ensure("way in which the training step runs",
-                                         ["in pieces, since it cannot be captured as one graph"])
-        pieces = _CompiledForward(self._parts)
+        if self._components.agreement is not None:
+            self._components.agreement.ensure("way in which the training step runs",
+                                              ["in pieces, since it cannot be captured as one graph"])
+        pieces = _CompiledForward(self._components)
         outputs = self._run_in_pieces(pieces, batch, named, accumulates=accumulates)
         self._pieces = pieces  # not before: where the call fails in pieces as well, it was the call
-        self._parts.report.warn(
+        self._components.report.warn(
             "apexfx: the training step cannot be captured as one graph and runs in pieces, as fallback='transform' asks for: "
             f"{reason}. Forward and backward of the model are graphs; the loss, the average over the ranks and the update run op "
             "by op")
         if not pieces.was_called:
-            self._parts.report.warn("apexfx: the objective did not call the model itself, and what it calls of it ran in eager: "
-                                    "no pass has rewritten it")
+            self._components.report.warn("apexfx: the objective did not call the model itself, and what it calls of it ran in "
+                                         "eager: no pass has rewritten it")
         return outputs
 
     def _run_in_pieces(self, pieces: _CompiledForward, batch: tuple[Any, ...], named: dict[str, Any], *,
                        accumulates: bool) -> tuple[Any, ...]:
-        warn_of_eval_mode(self._parts.model, self._parts.report)
+        warn_of_eval_mode(self._components.model, self._components.report)
         self._state.prepare()
-        agreement, group = self._parts.agreement, self._parts.groups.gradients
-        with torch.no_grad(), capture_errors(), self._parts.step_model.traceable(casts_inputs=False) as model:
+        components = self._components
+        agreement, group, buckets = components.agreement, components.groups.gradients, components.options.config.buckets
+        with torch.no_grad(), capture_errors(), self._components.step_model.traceable(casts_inputs=False) as model:
             inputs = self._inputs(model)
             loss, rest, grads, weighted = self._gradients(pieces, inputs, batch, named, ends=not accumulates)
             has_any = any(g is not None for g in grads) or any(inputs.accumulated)
@@ -83,7 +84,7 @@ class StepInPieces(StepGraphs):
             if has_any:  # otherwise the step is refused
                 self._state.note_communication()
             with explained(group, "the average of the gradients"):
-                grads = averaged_copies(self._state.now.names, inputs.params, grads, self._parts.options.config.buckets, group)
+                grads = averaged_copies(self._state.now.names, inputs.params, grads, buckets, group)
             if any(g is not None for g in grads):
                 self._state.note_change()
             clear_accumulated(inputs.gradient_sums, inputs.means)
@@ -115,12 +116,12 @@ class StepInPieces(StepGraphs):
                     p.grad = gradient
 
         def agreed(mean: Mean, *args: Any, ends: bool) -> Weighted:
-            groups = self._parts.groups
+            groups = self._components.groups
             if inputs.calls > 1 and groups.gradients is None and groups.batch_norm is not None and groups.batch_norm.size() > 1:
                 raise counts_apart()
-            if self._parts.agreement is not None and inputs.group is not None:
+            if self._components.agreement is not None and inputs.group is not None:
                 counts = f"counts of the loss after call {self._state.num_calls}"
-                self._parts.agreement.ensure("training step in pieces", [counts])
+                self._components.agreement.ensure("training step in pieces", [counts])
             with explained(groups.gradients, "the counts of the loss"):
                 return weigh(mean, *args, ends=ends)
 
@@ -137,19 +138,19 @@ class StepInPieces(StepGraphs):
         return loss, rest, grads, weighted
 
     def _versions(self) -> list[tuple[int, int]]:
-        return [(id(t), tensor_version(t)) for each in (self._parts.model, self._parts.objective_modules)
+        return [(id(t), tensor_version(t)) for each in (self._components.model, self._components.objective_modules)
                 for t in (*each.parameters(), *each.buffers())]
 
 
 class _CompiledForward:
     """The forward of the model as `transform()` compiles it, in the model's place of it during a step alone."""
 
-    def __init__(self, parts: Components) -> None:
-        self._model, self._classes = parts.model, parts.step_model.classes
-        config, groups = parts.options.config, copy.copy(parts.groups)
+    def __init__(self, components: Components) -> None:
+        self._model, self._classes = components.model, components.step_model.classes
+        config, groups = components.options.config, copy.copy(components.groups)
         groups.gradients = None  # they are averaged after the backward
         self._config = dataclasses.replace(config, ddp=False, process_group=config.process_group if config.sync_bn else None)
-        self._compiler = GraphCompiler(self._config, report=parts.report, groups=groups, agreement=parts.agreement,
+        self._compiler = GraphCompiler(self._config, report=components.report, groups=groups, agreement=components.agreement,
                                        scales_loss=True)
         self._compiled: CompiledModel | None = None
         self._own_forward: Callable[..., Any] | None = None  # what a user has put in the place of the class's

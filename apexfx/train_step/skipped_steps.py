@@ -128,7 +128,7 @@ class SkippedSteps:
     """What a step knows of its skips, and of its last call.
 
     Args:
-        parts, graphs: of the step.
+        components, graphs: of the step.
         name_of: a parameter, by its place.
 
     Attributes:
@@ -137,9 +137,9 @@ class SkippedSteps:
         norm: of the gradients that were applied last; None before.
     """
 
-    def __init__(self, parts: Components, graphs: CallGraphs, name_of: Callable[[int], str | None]) -> None:
-        self._graphs, self._parts, self._safeguard, self._name_of = graphs, parts, parts.safeguard, name_of
-        self._accumulates, self._device = parts.options.accumulate > 1, parts.device
+    def __init__(self, components: Components, graphs: CallGraphs, name_of: Callable[[int], str | None]) -> None:
+        self._graphs, self._components, self._safeguard, self._name_of = graphs, components, components.safeguard, name_of
+        self._accumulates, self._device = components.options.accumulate > 1, components.device
         self.norm: Tensor | None = None
         self.forget_call()
 
@@ -150,7 +150,7 @@ class SkippedSteps:
     def start_call(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Keep what it takes to compute a call once more, which begins."""
         self.forget_call()
-        if self._parts.may_skip:
+        if self._components.may_skip:
             self._begun = LastCall(batch, named, self._device)
 
     def finish_call(self, skip: Tensor, norm: Tensor) -> None:
@@ -176,5 +176,5 @@ class SkippedSteps:
 
     def scale_factor(self) -> float:
         """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""
-        overflowed = self._parts.scales == "dynamic" and self.skip > 0 and not self.norm.isfinite()
+        overflowed = self._components.scales == "dynamic" and self.skip > 0 and not self.norm.isfinite()
         return 1 / LossScale.backoff_factor if overflowed else 1.0

@@ -71,7 +71,7 @@ class StepState:
                 for row in (*self.rows, *self.rows_outside) if row.compared]
 
 
-def read(parts: Components, before: StepState, means: Tensor | None) -> StepState:
+def read(components: Components, before: StepState, means: Tensor | None) -> StepState:
     """Read the state, and write down for the graph what happens to the gradients.
 
     Args:
@@ -81,18 +81,18 @@ def read(parts: Components, before: StepState, means: Tensor | None) -> StepStat
     Raises:
         ValueError: the model, or the optimizer, is one that no graph updates rightly any more.
     """
-    optimizers, options = parts.optimizers, parts.options
-    trained = trained_parameters(parts.model, parts.objective_modules, optimizers)
-    if trained[0].device != parts.device:
-        raise ValueError(f"apexfx: the model was on {parts.device} when the step was made, and is now on {trained[0].device}; "
-                         "make a new step")
+    optimizers, options = components.optimizers, components.options
+    trained = trained_parameters(components.model, components.objective_modules, optimizers)
+    if trained[0].device != components.device:
+        raise ValueError(f"apexfx: the model was on {components.device} when the step was made, and is now on "
+                         f"{trained[0].device}; make a new step")
     schedulable = schedulable_options(optimizers)
     scheduled = before.scheduled | {option for option, now in schedulable.items() if before.schedulable.get(option, now) != now}
     scheduled = (scheduled | cycled(optimizers)) & schedulable.keys()
-    names = names_of_parameters(parts)
+    names = names_of_parameters(components)
     optimizers.check_held(names)
-    outside = check_optimizer(optimizers, trained, options, parts.scales, parts.report, scheduled=scheduled)
-    if parts.rows_over is not None:
+    outside = check_optimizer(optimizers, trained, options, components.scales, components.report, scheduled=scheduled)
+    if components.rows_over is not None:
         check_update_of_rows(optimizers, outside)
     state = None
     if not outside:
@@ -106,18 +106,19 @@ def read(parts: Components, before: StepState, means: Tensor | None) -> StepStat
             else torch.zeros_like(like(p), dtype=dtype_of_sum(p), requires_grad=False)
             for p in params] if options.accumulate > 1 else []
     of_optimizer = list(state.rows(names)) if state is not None else []
-    rows = [*parts.slots.rows(params, names, set(map(id, parts.model.parameters()))), *of_optimizer]
-    if twice := [row.slot for row in of_optimizer if row.slot in parts.slots]:
+    rows = [*components.slots.rows(params, names, set(map(id, components.model.parameters()))), *of_optimizer]
+    if twice := [row.slot for row in of_optimizer if row.slot in components.slots]:
         raise ValueError(f"apexfx: the slot {twice[0]!r} is there twice, of a part of this step and of the optimizer; give "
                          "that of the part another name")
-    parts.index.add_parameters(parts.objective_modules.named_tensors()[0])
-    in_graph = sums if parts.sharded is None else parts.sharded.wholes(params, sums)[1]
-    parts.index.add_states({
+    components.index.add_parameters(components.objective_modules.named_tensors()[0])
+    in_graph = sums if components.sharded is None else components.sharded.wholes(params, sums)[1]
+    components.index.add_states({
         **{row.name: local_rows(row.tensor) for row in rows},
         **{f"{names[id(p)]}{ACCUMULATED}": total for p, total in zip(params, in_graph)},
         **({MEANS: means} if means is not None else {})})
-    each = in_order(options, parts.scales, optimizers.clipping(options.max_grad_norm), state.parts() if state is not None else (),
-                    sharded_over=parts.rows_over and parts.rows_over.group_name)
+    each = in_order(options, components.scales, optimizers.clipping(options.max_grad_norm),
+                    state.parts() if state is not None else (),
+                    sharded_over=components.rows_over and components.rows_over.group_name)
     follows = [part for part in each if part.place == "after_update"] if state is None else []
     if blind := [part for part in follows if part.reads_norms]:
         raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph, and {blind[0].describe()} reads behind the "
@@ -134,7 +135,7 @@ class TrainingState:
     """What a step has read and what it writes, and whether it is whole.
 
     Args:
-        parts: of the step.
+        components: of the step.
         kept_buffers: puts back the buffers that a skipped step has replaced; None without a safeguard.
 
     Attributes:
@@ -146,20 +147,20 @@ class TrainingState:
         communicated: whether it has begun to communicate.
     """
 
-    def __init__(self, parts: Components, kept_buffers: KeptBuffers | None) -> None:
-        self._parts, self._kept_buffers = parts, kept_buffers
+    def __init__(self, components: Components, kept_buffers: KeptBuffers | None) -> None:
+        self._components, self._kept_buffers = components, kept_buffers
         self.now = StepState()
         self._structure: Structure | None = None  # of the optimizers, which `now` follows from
         self._num_hooks = num_hooks()
         self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way read it
         self.accumulated: set[int] = set()
-        self._group, buckets = parts.groups.gradients, parts.options.config.buckets
+        self._group, buckets = components.groups.gradients, components.options.config.buckets
         plan = given_plan(buckets) if self._group is not None else None
         averages = plan.averages if plan is not None else self._group is not None and buckets.gradient_average
-        if parts.sharded is not None:
-            self._group, averages = parts.sharded.group, True
+        if components.sharded is not None:
+            self._group, averages = components.sharded.group, True
         self._divisor = self._group.size() if averages else 1
-        self.mean = StepMean(parts.options.accumulate, self._group, self._divisor, parts.device, parts.report)
+        self.mean = StepMean(components.options.accumulate, self._group, self._divisor, components.device, components.report)
         self.num_calls = 0
         self.changed = self.communicated = False
         self._broken = ""  # why nothing can be trained on
@@ -173,8 +174,8 @@ class TrainingState:
             cached: for graphs that were compiled before alone, whose guards see the rest.
         """
         state = self.now.optimizer
-        if self._parts.sharded is not None:
-            self._parts.sharded.reshard()
+        if self._components.sharded is not None:
+            self._components.sharded.reshard()
         if self._structure is None or self._structure.has_changed(cached=cached) or self._has_new_hooks() \
                 or state is not None and state.was_counted_by_others():
             self._read()
@@ -183,18 +184,19 @@ class TrainingState:
 
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
-        now, sharded = self.now, self._parts.sharded
+        now, components = self.now, self._components
+        sharded = components.sharded
         params, sums = (now.params, now.gradient_sums) if sharded is None else sharded.wholes(now.params, now.gradient_sums)
         return {"params": params, "dtypes": [p.dtype for p in now.params] if now.gradient_sums else [], "gradient_sums": sums,
                 "accumulated": [id(p) in self.accumulated for p in now.params] if now.gradient_sums else [],
                 "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
-                "slots": now.tensors, "scale": self._parts.scale, "calls": self._parts.options.accumulate,
+                "slots": now.tensors, "scale": components.scale, "calls": components.options.accumulate,
                 "plan": now.plan.text,
-                "ranks": self._group.size() if self._parts.sharded_update is not None and self._parts.reduces_each_call else 0}
+                "ranks": self._group.size() if components.sharded_update is not None and components.reduces_each_call else 0}
 
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""
-        return self.num_calls % self._parts.options.accumulate
+        return self.num_calls % self._components.options.accumulate
 
     def name_of(self, place: int) -> str | None:
         """Return the name of one of the parameters."""
@@ -202,18 +204,18 @@ class TrainingState:
 
     def _read(self) -> None:
         self._structure = None
-        if self._parts.safeguard is not None and self.now.params:  # events have places of parameters as they were then
-            self._parts.safeguard.read(self.name_of)
+        if self._components.safeguard is not None and self.now.params:  # events have places of parameters as they were then
+            self._components.safeguard.read(self.name_of)
         if self._before is None:
             self._before = [{p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()}
-                            for each in self._parts.optimizers]
-        now = read(self._parts, self.now, self.mean.sums)
+                            for each in self._components.optimizers]
+        now = read(self._components, self.now, self.mean.sums)
         if (num_calls := self.num_accumulated_calls()) and set(map(id, now.params)) != set(map(id, self.now.params)):
-            raise RuntimeError("apexfx: other parameters are to be trained after "
-                               f"{num_calls} of {self._parts.options.accumulate} calls that accumulate; change them after the "
-                               "call that applies the gradients")
+            raise RuntimeError(f"apexfx: other parameters are to be trained after {num_calls} of "
+                               f"{self._components.options.accumulate} calls that accumulate; change them after the call that "
+                               "applies the gradients")
         self.now = now
-        self._structure = Structure(list(self._parts.optimizers), now.scheduled)
+        self._structure = Structure(list(self._components.optimizers), now.scheduled)
 
     def _has_new_hooks(self) -> bool:
         """Return whether a hook is on a parameter that was not there when the state was read."""
@@ -253,7 +255,7 @@ class TrainingState:
             if self.changed or self.communicated and not isinstance(error, RankMismatchError):
                 self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             elif self._before is not None:
-                for optimizer, state in zip(self._parts.optimizers, self._before):
+                for optimizer, state in zip(self._components.optimizers, self._before):
                     optimizer.state.clear()
                     optimizer.state.update(state)
                 self._structure = None
@@ -285,7 +287,7 @@ class TrainingState:
             present: for each parameter whether it had a gradient.
             gradients: those that left the graph.
         """
-        options, optimizers, now = self._parts.options, self._parts.optimizers, self.now
+        options, optimizers, now = self._components.options, self._components.optimizers, self.now
         self.end_accumulation()
         if self._kept_buffers is not None:
             self._kept_buffers.undo(skip)
@@ -297,7 +299,7 @@ class TrainingState:
         if now.optimizer is not None:
             self._note_updated(now.params if all(present) else [p for p, here in zip(now.params, present) if here])
             return
-        if not (self._parts.may_skip or self.mean.last is not None) or not skip.item():
+        if not (self._components.may_skip or self.mean.last is not None) or not skip.item():
             optimizers.step()
             self._follow()
         if not options.keep_grads:
@@ -309,7 +311,7 @@ class TrainingState:
         now = self.now
         slots = named_slots(slots_of(now.rows_outside), [row.tensor for row in now.rows_outside])
         end = EndOfStep(now.params, [p.grad for p in now.params], slots)
-        masters = {id(p): held["master_param"] for each in self._parts.optimizers for p, held in each.state.items()
+        masters = {id(p): held["master_param"] for each in self._components.optimizers for p, held in each.state.items()
                    if isinstance(held, dict) and "master_param" in held}
         end.updated = [masters.get(id(p), p) for p in now.params]
         for part in now.follows:
@@ -319,24 +321,25 @@ class TrainingState:
 
     def end_accumulation(self) -> None:
         """Count what was accumulated as done."""
-        self.num_calls += self._parts.options.accumulate - self.num_accumulated_calls()
+        self.num_calls += self._components.options.accumulate - self.num_accumulated_calls()
         self.accumulated.clear()
 
     def _note_updated(self, updated: Sequence[Tensor]) -> None:
         state = self.now.optimizer
         torch.autograd.graph.increment_version(updated)
-        for optimizer in self._parts.optimizers:
+        for optimizer in self._components.optimizers:
             note_optimizer_ran(optimizer)
         state.note_run()
         if len(updated) < len(self.now.params) and state.split(ids := set(map(id, updated))):
             without = first_names([self.now.names[id(p)] for p in self.now.params if id(p) not in ids])
-            self._parts.report.warn(f"apexfx: the loss of this call depends on no {without}: that is counted apart from now on, "
-                                    "and the next call compiles the step again. What no loss depends on is better frozen before "
-                                    "the first call, by requires_grad_(False)")
+            self._components.report.warn(
+                f"apexfx: the loss of this call depends on no {without}: that is counted apart from now on, and the next call "
+                "compiles the step again. What no loss depends on is better frozen before the first call, by "
+                "requires_grad_(False)")
             self._read()
 
     def _drop_gradients(self) -> None:
-        for group in self._parts.optimizers.param_groups:
+        for group in self._components.optimizers.param_groups:
             for p in group["params"]:
                 p.grad = None
 

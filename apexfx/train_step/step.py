@@ -103,18 +103,18 @@ class TrainStep:
         note_second_updates(optimizers, report)
         agreement = set_up_step(model, objective_modules, optimizers, groups, options)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report, sharded)
-        self._parts = parts = Components(model, step_model, objective, objective_modules, optimizers, options, scales, slots,
-                                        safeguard, report, ModelIndex(lambda: model), groups, agreement, sharded, sharded_update,
-                                        device)
+        self._components = components = Components(
+            model, step_model, objective, objective_modules, optimizers, options, scales, slots, safeguard, report,
+            ModelIndex(lambda: model), groups, agreement, sharded, sharded_update, device)
         self._skips_teller = SkipsTeller(slots[SKIPS]) if scales is not None else None
         buffers = None if safeguard is None else KeptBuffers(
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
             accumulates=options.accumulate > 1)
-        self._state = TrainingState(parts, buffers)
-        self._graphs = _graphs(parts, self._state)
+        self._state = TrainingState(components, buffers)
+        self._graphs = _graphs(components, self._state)
         self._replicas = replica_check(options.safeguard, groups, report)
-        self._skipped = SkippedSteps(parts, self._graphs, self._state.name_of)
-        self._recorder = BundleRecorder(parts, self._graphs, self._state, self._skipped)
+        self._skipped = SkippedSteps(components, self._graphs, self._state.name_of)
+        self._recorder = BundleRecorder(components, self._graphs, self._state, self._skipped)
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
         """Run one training step; `named` goes to an objective alone.
@@ -137,18 +137,18 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
-        parts, state = self._parts, self._state
-        check_alive(parts.groups.user)
-        self._note_ranks_apart(parts.options)
+        components, state = self._components, self._state
+        check_alive(components.groups.user)
+        self._note_ranks_apart(components.options)
         self._recorder.record_where_skipped()
         call = Call(self.objective, batch, named, self.report)
         with state.all_or_nothing():
             state.prepare(cached=True)
             self._check_autocast()
             self._skipped.start_call(batch, named)
-            accumulates = state.num_accumulated_calls() + 1 < parts.options.accumulate
-            if parts.agreement is not None and (not accumulates or parts.reduces_each_call):
-                parts.agreement.begin()
+            accumulates = state.num_accumulated_calls() + 1 < components.options.accumulate
+            if components.agreement is not None and (not accumulates or components.reduces_each_call):
+                components.agreement.begin()
             with call.explained():
                 loss, rest, *ran = self._graphs.run(batch, named, accumulates=accumulates)
             if accumulates:
@@ -171,8 +171,9 @@ class TrainStep:
             self.report.note(message) if self._outside or options.keep_grads else self.report.warn(message)
 
     def _check_autocast(self) -> None:
-        kind = self._parts.device.type
-        if self._parts.scales is None and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+        kind = self._components.device.type
+        if self._components.scales is None and torch.is_autocast_enabled(kind) \
+                and torch.get_autocast_dtype(kind) == torch.float16:
             raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
                              "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                              "pass loss_scale='dynamic'")
@@ -193,36 +194,37 @@ class TrainStep:
             Others: as a call.
         """
         self._recorder.record_where_skipped()
-        parts, state = self._parts, self._state
+        components, state = self._components, self._state
         num_calls = state.num_accumulated_calls()
         with state.all_or_nothing(), torch.no_grad():
             self._skipped.forget_call()
-            if parts.agreement is not None and (parts.groups.gradients or parts.groups.shards) is not None:
-                parts.agreement.ensure("calls that flush() applies", [f"after call {state.num_calls}", num_calls])
+            if components.agreement is not None and (components.groups.gradients or components.groups.shards) is not None:
+                components.agreement.ensure("calls that flush() applies", [f"after call {state.num_calls}", num_calls])
             if not num_calls:
                 return
             state.prepare()
             state.note_communication()
             weighted, now = state.mean.of_accumulated(), state.now
-            factor = parts.options.accumulate / num_calls if weighted is None else weighted.earlier
+            factor = components.options.accumulate / num_calls if weighted is None else weighted.earlier
             grads = [(local_rows(b) * factor).to(p.dtype) if id(p) in state.accumulated else None
                      for p, b in zip(now.params, now.gradient_sums)]
-            if not parts.reduces_each_call:
-                grads = averaged_copies(now.names, now.params, grads, parts.options.config.buckets, parts.groups.gradients)
+            if not components.reduces_each_call:
+                grads = averaged_copies(now.names, now.params, grads, components.options.config.buckets,
+                                        components.groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
                 state.mean.note(weighted and weighted.mean, accumulates=False)
                 state.mean.sums.zero_()
                 state.end_accumulation()
-                if parts.safeguard is not None:
-                    parts.safeguard.count_accumulated(num_calls)
+                if components.safeguard is not None:
+                    components.safeguard.count_accumulated(num_calls)
                 return
             state.note_change()
             inputs = StepInputs(self.model, self.objective, **state.inputs())
-            if parts.sharded is not None:
-                inputs.params = parts.sharded.rows(now.params)
-            if (rows := parts.sharded_update) is not None:
+            if components.sharded is not None:
+                inputs.params = components.sharded.rows(now.params)
+            if (rows := components.sharded_update) is not None:
                 inputs.params = rows.own(now.params, but=now.plan.whole)
-                grads = grads if parts.reduces_each_call else rows.own(grads)
+                grads = grads if components.reduces_each_call else rows.own(grads)
             plan = registered(now.plan.of_calls(num_calls))
             inputs.plan = plan.text
             applied = apply_gradients(inputs, grads, weighted and weighted.count)
@@ -234,12 +236,12 @@ class TrainStep:
 
     def _after_call(self, *, updated: bool) -> None:
         """Compare replicas, count skips and tell of them after a call, where that was asked for."""
-        parts, now = self._parts, self._state.now
+        components, now = self._components, self._state.now
         if self._replicas is not None:
             self._replicas.finish()
             if updated:
-                self._replicas.note_update(now.names, now.params, parts.optimizers, now.compared)
-        if updated and parts.safeguard is not None and (skips := parts.safeguard.too_many()):
+                self._replicas.note_update(now.names, now.params, components.optimizers, now.compared)
+        if updated and components.safeguard is not None and (skips := components.safeguard.too_many()):
             self._recorder.record_where_skipped()
             raise NonFiniteError(f"apexfx: {count_text(skips, 'step')} in a row skipped, and nothing is trained any more. The "
                                  f"last: {self.events[-1]}")
@@ -263,18 +265,18 @@ class TrainStep:
     @property
     def options(self) -> StepOptions:
         """The options that it was made with."""
-        return self._parts.options
+        return self._components.options
 
     @property
     def config(self) -> TransformConfig:
         """The options that `transform` has, too."""
-        return self._parts.options.config
+        return self._components.options.config
 
     def __repr__(self) -> str:
         num_graphs = len(self.report.graphs)
         compiled = count_text(num_graphs, "graph") if num_graphs else "no graph"
-        return (f"TrainStep({type(self.model).__name__}, {self._parts.optimizers.name}, {options_text(self.report.config)}, "
-                f"{count_text(self._parts.num_ranks, 'rank')}): {compiled}")
+        return (f"TrainStep({type(self.model).__name__}, {self._components.optimizers.name}, {options_text(self.report.config)}, "
+                f"{count_text(self._components.num_ranks, 'rank')}): {compiled}")
 
     def __str__(self) -> str:
         """What it is, then what its end does, part by part, once it has run."""
@@ -290,12 +292,12 @@ class TrainStep:
     @property
     def loss_scale(self) -> float:
         """The factor that the next loss is multiplied with; waits for the device."""
-        return float(self._parts.scale) if self._parts.scale is not None else 1.0
+        return float(self._components.scale) if self._components.scale is not None else 1.0
 
     @property
     def skipped(self) -> int:
         """How many steps changed nothing because a gradient was not finite; waits for the device."""
-        return int(self._parts.skips[0]) if self._parts.may_skip else 0
+        return int(self._components.skips[0]) if self._components.may_skip else 0
 
     @property
     def events(self) -> list[Event]:
@@ -307,7 +309,7 @@ class TrainStep:
         Raises:
             RuntimeError: the step has no safeguard.
         """
-        if self._parts.safeguard is None:
+        if self._components.safeguard is None:
             raise RuntimeError("apexfx: step.events are those of a safeguard; make the step with safeguard=True")
         return self._skipped.events()
 
@@ -336,13 +338,13 @@ class TrainStep:
         Raises:
             RuntimeError: nothing measures it, which costs a pass over the gradients.
         """
-        parts = self._parts
-        each = in_order(parts.options, parts.scales, parts.optimizers.clipping(parts.options.max_grad_norm))
+        components = self._components
+        each = in_order(components.options, components.scales, components.optimizers.clipping(components.options.max_grad_norm))
         if not any(isinstance(part, Norm) for part in each):
             raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
                                "nothing")
-        return self._skipped.norm if self._skipped.norm is not None else torch.full((), math.nan, device=parts.device)
+        return self._skipped.norm if self._skipped.norm is not None else torch.full((), math.nan, device=components.device)
 
     @property
     def mean_loss(self) -> Tensor:
@@ -357,13 +359,13 @@ class TrainStep:
         if self._skipped.norm is not None:
             raise RuntimeError("apexfx: step.mean_loss is that of a loss that is an apexfx.Mean(total, count), and this step's "
                                "is a scalar, which each call returns")
-        return torch.full((), math.nan, dtype=torch.float64, device=self._parts.device)
+        return torch.full((), math.nan, dtype=torch.float64, device=self._components.device)
 
     @property
     def updated(self) -> Tensor:
         """Whether the last call, or `flush()`, updated the parameters, neither accumulated nor skipped: 0-d, bool."""
         skip = self._skipped.skip
-        return skip == 0 if skip is not None else torch.zeros((), dtype=torch.bool, device=self._parts.device)
+        return skip == 0 if skip is not None else torch.zeros((), dtype=torch.bool, device=self._components.device)
 
     def slot(self, name: str) -> Tensor | dict[str, Tensor]:
         """Return what a part of `parts=` keeps, on the device: a tensor of the step, or those of parameters by their names.
@@ -371,11 +373,11 @@ class TrainStep:
         Raises:
             KeyError: no part declares such a slot.
         """
-        slots = self._parts.slots
+        slots = self._components.slots
         if name not in slots or slots.declared[name].saved[0] != "parts":
             own = [slot.name for slot in slots.declared.values() if slot.saved[0] == "parts"]
             raise KeyError(f"apexfx: no part of this step declares a slot {name!r}; there are {own}")
-        names = checkpoint.names_of_parameters(self._parts)
+        names = checkpoint.names_of_parameters(self._components)
         return slots[name] if not slots.declared[name].each else {
             names[id(p)]: tensor for p, tensor in slots.of_params(name).items() if id(p) in names}
 
@@ -390,14 +392,14 @@ class TrainStep:
             RuntimeError: the step averages nothing, or a previous step failed after it had modified state.
             TypeError: the model holds what cannot be copied, as one under `fully_shard`.
         """
-        slots = self._parts.slots
+        slots = self._components.slots
         if AVERAGE not in slots:
             raise RuntimeError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
                                "ema=apexfx.EMA(decay=0.9999)")
         self._state.check_whole()
-        parts = self._parts
-        if parts.sharded_update is not None and parts.agreement is not None:
-            parts.agreement.ensure("calls before step.ema_model, which gathers averages", [self._state.num_calls])
+        components = self._components
+        if components.sharded_update is not None and components.agreement is not None:
+            components.agreement.ensure("calls before step.ema_model, which gathers averages", [self._state.num_calls])
         return averaged_model(self.model, slots.of_params(AVERAGE), slots.of_params(COUNT))
 
     def print_readable(self, *, stage: str = "step", after: str | None = None, graph: int = 0, print_output: bool = True) -> str:
@@ -424,9 +426,10 @@ class TrainStep:
         if self._replicas is not None:
             self._replicas.finish()
         if num_calls := self._state.num_accumulated_calls():
-            raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of {self._parts.options.accumulate} calls "
-                               "that accumulate gradients; save after the call that applies them, or call flush() before")
-        state = checkpoint.save(self._parts)
+            raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of "
+                               f"{self._components.options.accumulate} calls that accumulate gradients; save after the call "
+                               "that applies them, or call flush() before")
+        state = checkpoint.save(self._components)
         return checkpoint.whole(state) if full else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -436,8 +439,8 @@ class TrainStep:
             ValueError: it is no such state. That of another loss scale is loaded as far as it fits, with a warning.
             RuntimeError, ValueError: it is of another model or optimizer; torch says which entries differ. Nothing has changed.
         """
-        checkpoint.load(self._parts, state)
-        for host in (self._skips_teller, self._parts.safeguard):
+        checkpoint.load(self._components, state)
+        for host in (self._skips_teller, self._components.safeguard):
             if host is not None:
                 host.forget()
         if self._replicas is not None:
@@ -467,15 +470,15 @@ def _sharded(model: nn.Module) -> ShardedModel | None:
     return ShardedModel(model)
 
 
-def _graphs(parts: Components, state: TrainingState) -> CallGraphs:
+def _graphs(components: Components, state: TrainingState) -> CallGraphs:
     """Return what runs the calls of a step. That imports torch's compilers."""
-    if parts.options.fallback is not None:
+    if components.options.fallback is not None:
         from .in_pieces import StepInPieces
 
-        return StepInPieces(parts, state)
+        return StepInPieces(components, state)
     from .step_graphs import StepGraphs
 
-    return StepGraphs(parts, state)
+    return StepGraphs(components, state)
 
 
 def trace_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
@@ -489,8 +492,8 @@ def trace_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, An
     """
     from . import step_graphs
 
-    parts = step._parts
+    components = step._components
     check_traceable(step.model, step.options)
-    params = trained_parameters(step.model, parts.objective_modules, parts.optimizers)
-    return step_graphs.trace_gradients(parts.step_model, step.objective, config, parts.groups, params, batch, named,
-                                       scale=parts.scale, calls=parts.options.accumulate)
+    params = trained_parameters(step.model, components.objective_modules, components.optimizers)
+    return step_graphs.trace_gradients(components.step_model, step.objective, config, components.groups, params, batch, named,
+                                       scale=components.scale, calls=components.options.accumulate)

@@ -60,20 +60,22 @@ class StepGraphs:
     """Runs the function of a step.
 
     Args:
-        parts: of the step.
+        components: of the step.
         state: what the step reads and writes besides its batch.
     """
 
-    def __init__(self, parts: Components, state: TrainingState) -> None:
-        self._parts, self._state = parts, state
+    def __init__(self, components: Components, state: TrainingState) -> None:
+        self._components, self._state = components, state
         self._make_compiler = functools.partial(
-            StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
-            index=parts.index, sharded=parts.sharded, shard=parts.options.shard, on_run=state.note_change,
-            on_communication=state.note_communication, on_loss=self._before_run, states=lambda: state.now.tensors,
-            memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None)
+            StepCompiler, components.options.config, report=components.report, groups=components.groups,
+            agreement=components.agreement, index=components.index, sharded=components.sharded, shard=components.options.shard,
+            on_run=state.note_change, on_communication=state.note_communication, on_loss=self._before_run,
+            states=lambda: state.now.tensors, memory_budget=components.options.memory_budget,
+            safeguard=components.safeguard is not None)
         self._steps, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._updates = self._variant(run_update, on_loss=_nothing)
-        self._updates_apart = parts.options.accumulate > 1 and (parts.groups.gradients or parts.groups.shards) is None
+        groups = components.groups
+        self._updates_apart = components.options.accumulate > 1 and (groups.gradients or groups.shards) is None
         self._ends = False  # the call under way ends an accumulation
         self._known: set[tuple[Any, ...]] = set()  # updates that were compiled
         self._settings = _dynamo_settings()
@@ -82,7 +84,7 @@ class StepGraphs:
     def _variant(self, function: Callable[..., Any], **options: Any) -> _Variant:
         compiler = self._make_compiler(**options)
         compiling = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True,
-                                  dynamic=self._parts.options.config.dynamic)
+                                  dynamic=self._components.options.config.dynamic)
         return _Variant(compiler, compiling, run_cached_graphs(compiling))
 
     def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
@@ -114,7 +116,7 @@ class StepGraphs:
             key = self._state.now.plan.text, present, is_mean
             if key not in self._known:
                 with self._compiling(), contextlib.suppress(NotRun), self._updates.compiler.without_running():
-                    self._updates.compiling(self._inputs(self._parts.model), present, is_mean)
+                    self._updates.compiling(self._inputs(self._components.model), present, is_mean)
                 self._known.add(key)
 
     def _with_earlier(self, present: Sequence[bool]) -> tuple[bool, ...]:
@@ -138,12 +140,12 @@ class StepGraphs:
         Raises:
             As a call.
         """
-        check_traceable(self._parts.model, self._parts.options)
-        compiler = self._make_compiler(report=Report(self._parts.report.config), agreement=None, traces=True)
-        return trace(run_step, compiler, self._parts.step_model, self._inputs(self._parts.model), batch, named)
+        check_traceable(self._components.model, self._components.options)
+        compiler = self._make_compiler(report=Report(self._components.report.config), agreement=None, traces=True)
+        return trace(run_step, compiler, self._components.step_model, self._inputs(self._components.model), batch, named)
 
     def _inputs(self, model: nn.Module) -> StepInputs:
-        return StepInputs(model, self._parts.objective, **self._state.inputs())
+        return StepInputs(model, self._components.objective, **self._state.inputs())
 
     def _run_cached(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         """Run the graph that has run for such a call before; nothing is looked at that its guards see.
@@ -155,13 +157,13 @@ class StepGraphs:
         recorded = torch.is_grad_enabled()
         try:  # no `with torch.no_grad()`, whose methods are Python's: an interrupt in them would leave it on
             set_grad_enabled(False)
-            with self._parts.step_model.traceable(cached=True) as model:
+            with self._components.step_model.traceable(cached=True) as model:
                 return variant.cached(self._inputs(model), *args)
         finally:
             set_grad_enabled(recorded)
 
     def _compile_and_run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
-        warn_of_eval_mode(self._parts.model, self._parts.report)
+        warn_of_eval_mode(self._components.model, self._components.report)
         self._state.prepare()
         inputs = self._state.inputs()
         for tensor in (*inputs["slots"], *inputs["gradient_sums"]):  # whose order changes with what updates
@@ -169,10 +171,10 @@ class StepGraphs:
         gradients = grad_versions(params := inputs["params"])
         self._state.keep_buffers()
         of_program: list[Exception] = []
-        with self._compiling(of_program), self._parts.step_model.traceable() as model:
+        with self._compiling(of_program), self._components.step_model.traceable() as model:
             outputs = variant.compiling(self._inputs(model), *args)
         if of_program:
-            self._parts.step_model.run_in_eager(self._parts.objective, *args)
+            self._components.step_model.run_in_eager(self._components.objective, *args)
             raise of_program[0]  # eager raises nothing
         if grad_versions(params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
@@ -181,7 +183,7 @@ class StepGraphs:
     @contextlib.contextmanager
     def _compiling(self, of_program: list[Exception] | None = None) -> Iterator[None]:
         """Have Dynamo compile what is called in this context; `of_program` as of `capture_errors`."""
-        if self._parts.options.config.inner == "cudagraphs":
+        if self._components.options.config.inner == "cudagraphs":
             self._fix_addresses()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         with PROGRESS.compiling("Dynamo captures the step"), contextlib.nullcontext() if is_set else self._patch, \

@@ -172,7 +172,7 @@ def test_what_is_said_where_a_rank_does_not_come_or_a_group_is_gone(rank, world_
     """A rank that steps, or makes a step, alone gives up within the timeout; then the group is of no use, and another one is."""
     step = step_of(nn.Linear(3, 2), process_group=dist.new_group())
     step(torch.ones(4, 3), torch.ones(4, 2))
-    step._parts.agreement._timeout_s = 1.0
+    step._components.agreement._timeout_s = 1.0
     alone = {"collectives of training step 0": lambda group: step(torch.ones(4, 3), torch.ones(4, 2)),
              "options of the training step": lambda group: step_of(nn.Linear(3, 2), process_group=group),
              "parameters": lambda group: apexfx.transform(nn.Linear(3, 2), ddp=True, process_group=group)}

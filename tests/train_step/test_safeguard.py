@@ -102,7 +102,7 @@ STYLES = {
 
 def run(step, kinds, automaton, seed=0):
     """Train, and compare each step with what the automaton says of it."""
-    generator, calls = torch.Generator().manual_seed(seed), step._parts.options.accumulate
+    generator, calls = torch.Generator().manual_seed(seed), step._components.options.accumulate
     for number, kind in enumerate(kinds, 1):
         before, bad = everything(step), number % calls
         for place in range(calls):
