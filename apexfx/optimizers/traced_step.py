@@ -37,6 +37,7 @@ from .._torch import (
 from ..random_state import forked_random, places_in_random
 from .layout import WHOLE, Layout, Ranks
 from .over_ranks import share_matrices
+from .settings import attributes_of, comparable, settings_of
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_of_numbers
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
@@ -65,28 +66,25 @@ def numbers_of(optimizer: torch.optim.Optimizer, changed: Mapping[int, Collectio
     return named
 
 
-def signature(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]],
+def trace_key(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]],
               numbers: Mapping[str, Place]) -> Any:
     """Return what a trace follows from, to be compared by its text: numbers of the graph are left out."""
-    changing = {place[:2] for place in numbers.values()}
+    changing: dict[int, set[str]] = defaultdict(set)
+    for group, option, _ in numbers.values():
+        changing[group].add(option)
     places = {id(p): place for place, p in enumerate(params)}
-    groups = [[(k, "changes" if (place, k) in changing else _comparable(v, True)) for k, v in group.items() if k != "params"]
-              + [places.get(id(p)) for p in group["params"]] for place, group in enumerate(optimizer.param_groups)]
-    attributes = [(k, _comparable(v)) for k, v in attributes_of(optimizer).items()]
-    held = [[(k, _comparable(v)) for k, v in state.items()] for state in states]
-    return ([_comparable(p) for p in params], held, groups, attributes,
+    return ([_layout(p) for p in params], [comparable(state, _layout) for state in states],
+            [[places.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
+            [(key, comparable(value, _layout_and_number)) for key, value in settings_of(optimizer, changing)],
             [type(read_number(optimizer.param_groups, place)).__name__ for place in numbers.values()])
 
 
-def _comparable(value: Any, values: bool = False) -> Any:
-    """Return what is written alike where a trace is alike; `values` for what has those of its tensors of one number."""
-    if isinstance(value, Tensor):
-        return _kind(value), value.stride(), *([value.item()] if values and value.numel() == 1 else [])
-    if isinstance(value, (list, tuple)):
-        return [_comparable(each, values) for each in value]
-    if isinstance(value, dict):
-        return [(k, _comparable(v, values)) for k, v in value.items()]
-    return value if isinstance(value, (*_NUMBERS, str, torch.dtype, type(None))) else id(value)
+def _layout(tensor: Tensor) -> Any:
+    return _kind(tensor), tensor.stride()
+
+
+def _layout_and_number(tensor: Tensor) -> Any:
+    return *_layout(tensor), *([tensor.item()] if tensor.numel() == 1 else [])
 
 
 class StepTrace:
@@ -139,7 +137,7 @@ class StepTrace:
         self.guards: list[tuple[Host, bool]] = []
         graph, _ = self.graph((True,) * len(params))
         self.num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
-        traced = _comparable([self._params, self._leaves]), self._held, self._shared, self.numbers
+        traced = comparable([self._params, self._leaves], _layout), self._held, self._shared, self.numbers
         self.digest = hashlib.sha256(f"{graph.code}{traced}".encode()).hexdigest()[:16]
         while TRACES.setdefault(self.digest, self) is not self:  # another optimizer's, alike so far, with numbers of its own
             self.digest += "+"
@@ -459,12 +457,6 @@ def shadow_of(cls: type, attributes: Mapping[str, Any], groups: list[dict[str, A
     shadow.__dict__.update((k, _copied(v)) for k, v in attributes.items())
     shadow.__dict__.update(param_groups=groups, state=state)
     return shadow
-
-
-def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer keeps beside groups and state; hooks of torch's are none of it."""
-    return {k: {} if k.startswith("_optimizer_") else v for k, v in vars(optimizer).items()
-            if k not in ("param_groups", "state", "step", "_opt_called")}
 
 
 def _is_plain(value: Any) -> bool:

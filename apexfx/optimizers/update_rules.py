@@ -19,7 +19,7 @@ from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 from .layout import WHOLE, Layout
 from .symbolic_numbers import NotTraceable
-from .traced_step import Place, SharedDiffer, StepTrace, initial_state, numbers_of, read_number, signature, unlike_state
+from .traced_step import Place, SharedDiffer, StepTrace, initial_state, numbers_of, read_number, trace_key, unlike_state
 from .update import Update
 
 FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
@@ -195,7 +195,7 @@ def traced_update(optimizer: torch.optim.Optimizer, trained: Collection[int], la
     names = numbers_of(optimizer, changed)
     known = _KNOWN.setdefault(optimizer, {})
     alike = _alike(params, states, labels)
-    key = repr((names, half, layout.key, [*alike.values()], signature(optimizer, params, states, names)))
+    key = repr((names, half, layout.key, [*alike.values()], trace_key(optimizer, params, states, names)))
     trace, vectors = known.get(key, (None, []))
     if trace is None or not trace.holds(optimizer.param_groups):
         trace, vectors = known[key] = _traced(optimizer, params, states, names, alike, half, layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from .._torch import has_own_step, has_step_hooks, tensor_version
-from ..optimizers.traced_step import attributes_of
+from ..optimizers.settings import comparable, settings_of
 from ..optimizers.update_rules import Option, options_of
 
 _END = object()  # of a list, among objects of several
-_PLAIN = (bool, int, float, str, torch.dtype, type(None))  # hyperparameters that are compared by value
 
 
 class Structure:
@@ -65,25 +64,13 @@ class Structure:
         return chain.from_iterable(parts)
 
 
-def _facts(optimizer: torch.optim.Optimizer, scheduled: dict[int, set[str]]) -> list[Any]:
-    facts: list[Any] = [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state)]
-    if not type(optimizer).__module__.startswith(("torch.optim.", "apexfx.")):  # whose steps read their groups alone
-        facts += [(name, _comparable(value)) for name, value in attributes_of(optimizer).items()]
-    for place, group in enumerate(optimizer.param_groups):
-        changing = scheduled.get(place, ())
-        facts.append(id(group))
-        facts += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
-                  if name not in ("lr", "params") and name not in changing]
-    return facts
+def _facts(optimizer: torch.optim.Optimizer, scheduled: Mapping[int, Collection[str]]) -> list[Any]:
+    return [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state), *map(id, optimizer.param_groups),
+            *((key, id(value) if key[1] == "step" else comparable(value, _number_or_version))
+              for key, value in settings_of(optimizer, scheduled))]
 
 
-def _comparable(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_comparable, value))
-    if isinstance(value, dict):
-        return tuple((key, _comparable(held)) for key, held in value.items())
-    if isinstance(value, set):
-        return frozenset(value)
-    if isinstance(value, Tensor):  # on a device, without waiting for it
-        return (id(value), tensor_version(value)) if value.device.type != "cpu" or value.numel() != 1 else float(value)
-    return value if isinstance(value, _PLAIN) else id(value)
+def _number_or_version(tensor: Tensor) -> Any:
+    """Return what another number changes, of one on a device without waiting for it."""
+    on_host = tensor.device.type == "cpu" and tensor.numel() == 1
+    return float(tensor) if on_host else (id(tensor), tensor_version(tensor))
