@@ -134,9 +134,11 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
         raise ValueError("apexfx: SGD(fused=True) of torch 2.13 updates half parameters wrongly on the CPU; leave fused out")
     if outside:
         waits = "; each step waits for the device, to know whether it is skipped" if may_skip else ""
-        behind = [str(part) for part in options.parts if part.place == "after_update"]
-        follows = f"; behind it, op by op: {', '.join(behind)}" if behind else ""
-        report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}{waits}{follows}")
+        where = f"{optimizers.name} updates outside of the graph, by its own step(): {outside}"
+        if behind := [part for part in options.parts if part.place == "after_update"]:
+            raise ValueError(f"apexfx: {where}. No part runs behind that, and {behind[0]} is to: give it place = 'after_clip' to "
+                             "run before, or do it after each call of the step (torch.optim.swa_utils.AveragedModel averages)")
+        report.note(f"apexfx: {where}{waits}")
     return outside
 
 

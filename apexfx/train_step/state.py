@@ -16,7 +16,6 @@ from ..buckets.plan import given_plan
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
 from ..ops.apply_gradients import Plan, registered
-from ..optimizers.end_of_step import EndOfStep, named_slots
 from ..optimizers.update_rules import Option
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
@@ -27,7 +26,6 @@ from .mean import StepMean
 from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, check_update_of_rows, trained_parameters
 from .parts import in_order
-from .parts.part import Part
 from .slots import Row, slots_of
 from .structure import Structure
 
@@ -43,7 +41,6 @@ class StepState:
         gradient_sums: what calls have accumulated of `params`; [] where no calls accumulate.
         optimizer: the optimizer's state; None where it updates outside of the graph.
         plan: what happens to the gradients, and in what.
-        follows, rows_outside: the parts that follow an update outside of the graph, and their slots.
         schedulable: what a schedule may change, learning rates aside.
         scheduled: what has changed of it, or a scheduler says that it will change.
     """
@@ -54,8 +51,6 @@ class StepState:
     gradient_sums: list[Tensor] = field(default_factory=list)
     optimizer: OptimizerState | None = None
     plan: Plan = Plan()
-    follows: Sequence[Part] = ()
-    rows_outside: list[Row] = field(default_factory=list)
     schedulable: dict[Option, Any] = field(default_factory=dict)
     scheduled: set[Option] = field(default_factory=set)
 
@@ -68,7 +63,7 @@ class StepState:
     def compared(self) -> list[tuple[str, Tensor]]:
         """The slots by which replicas are compared, by the name of the parameter that they belong to, or their own."""
         return [(row.name if row.place is None else self.names[id(self.params[row.place])], row.tensor)
-                for row in (*self.rows, *self.rows_outside) if row.compared]
+                for row in self.rows if row.compared]
 
 
 def read(components: Components, before: StepState, means: Tensor | None) -> StepState:
@@ -119,16 +114,8 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
     each = in_order(options, components.scales, optimizers.clipping(options.max_grad_norm),
                     state.parts() if state is not None else (),
                     sharded_over=components.rows_over and components.rows_over.group_name)
-    follows = [part for part in each if part.place == "after_update"] if state is None else []
-    if blind := [part for part in follows if part.reads_norms]:
-        raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph, and {blind[0].describe()} reads behind the "
-                         "update norms that the graph measures; have it run before, place = \"after_clip\"")
-    of_following = {slot.name for part in follows for slot in part.slots()}
-    of_graph = [row for row in rows if row.slot not in of_following]
-    plan = registered(Plan(tuple(part for part in each if part not in follows), slots_of(of_graph),
-                           options.keep_grads or state is None))
-    return StepState(params, names, of_graph, sums, state, plan, follows,
-                     [row for row in rows if row.slot in of_following], schedulable, scheduled)
+    plan = registered(Plan(tuple(each), slots_of(rows), options.keep_grads or state is None))
+    return StepState(params, names, rows, sums, state, plan, schedulable, scheduled)
 
 
 class TrainingState:
@@ -301,23 +288,8 @@ class TrainingState:
             return
         if not (self._components.may_skip or self.mean.last is not None) or not skip.item():
             optimizers.step()
-            self._follow()
         if not options.keep_grads:
             self._drop_gradients()
-
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """Run the parts that follow an update outside of the graph."""
-        now = self.now
-        slots = named_slots(slots_of(now.rows_outside), [row.tensor for row in now.rows_outside])
-        end = EndOfStep(now.params, [p.grad for p in now.params], slots)
-        masters = {id(p): held["master_param"] for each in self._components.optimizers for p, held in each.state.items()
-                   if isinstance(held, dict) and "master_param" in held}
-        end.updated = [masters.get(id(p), p) for p in now.params]
-        for part in now.follows:
-            part.apply(end)
-        for part in reversed(now.follows):
-            part.finish(end)
 
     def end_accumulation(self) -> None:
         """Count what was accumulated as done."""
