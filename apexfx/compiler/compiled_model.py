@@ -32,10 +32,10 @@ from ..graph.printing import count_text, first_names
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
+from .buffers_put_back import left_as_it_was
 from .forward_errors import DataDependentError, as_in_eager, name_precision, of_data
 from .graph_breaks import note_breaks, shown
 from .graph_compiler import GraphCompiler
-from .left_as_it_was import left_as_it_was
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .private_code import with_own_code, with_private_code

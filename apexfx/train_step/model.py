@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .._torch import forward_hooks, global_module_hooks, has_backward_hooks, saves_by_hooks, under_fully_shard
+from ..compiler.buffers_put_back import left_as_it_was
 from ..compiler.dynamo_batch_norm import traceable_batch_norm
-from ..compiler.left_as_it_was import left_as_it_was
 from ..compiler.traceable import TraceableClasses, all_modules, path_of
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled
 from ..buckets.plan import given_plan
+from ..compiler.buffers_put_back import KeptBuffers
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
 from ..ops.apply_gradients import Plan, registered
@@ -21,7 +22,6 @@ from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
 from .components import Components
 from .hyperparameters import cycled, schedulable_options
-from .kept_buffers import KeptBuffers
 from .mean import StepMean
 from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, check_update_of_rows, trained_parameters

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import passes
 from .._torch import local_rows, under_fully_shard
 from ..buckets.eager_reduce import averaged_copies
+from ..compiler.buffers_put_back import KeptBuffers
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups, averaged_over_none
@@ -33,7 +34,6 @@ from .bundle_recorder import BundleRecorder
 from .components import CallGraphs, Components
 from .function import apply_gradients
 from .inputs import StepInputs
-from .kept_buffers import KeptBuffers
 from .model import StepModel, check_modules, check_traceable
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList

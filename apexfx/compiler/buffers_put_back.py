@@ -1,8 +1,9 @@
-"""What a skipped step puts back besides parameters and optimizer state: buffers."""
+"""Which buffers are put back, and how: behind a step that is skipped, and behind a forward that runs for something else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,28 @@ from torch import Tensor, nn
 
 from .._torch import registries
 from ..graph.shared_memory import is_expanded
+from ..random_state import forked_random
+
+
+def _buffers(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor | None]]:
+    """Yield where modules have their buffers: a registry, a name in it, and what is there."""
+    for held in (registries(module).buffers for module in modules):
+        yield from ((held, name, buffer) for name, buffer in held.items())
+
+
+@contextlib.contextmanager
+def left_as_it_was(*models: nn.Module) -> Iterator[None]:
+    """Put the buffers of modules, and the generators of random numbers, back after this context, as they were."""
+    buffers = [(*each, each[2] if each[2] is None else each[2].detach().clone())
+               for model in models for each in _buffers(model.modules())]
+    devices = {p.device.index for model in models for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with forked_random(sorted(devices)):
+            yield
+    finally:
+        with torch.no_grad():
+            for held, name, buffer, old in buffers:
+                held[name] = buffer if buffer is None or is_expanded(buffer) else buffer.copy_(old)
 
 
 class KeptBuffers:
@@ -34,9 +57,8 @@ class KeptBuffers:
             cached: for graphs that have run before alone: whether they replace buffers is known.
         """
         if self._kept is None and (self._accumulates or self._replaces or not cached):
-            held = [(buffers, name, buffer) for module in self._modules() for buffers in [registries(module).buffers]
-                    for name, buffer in buffers.items()]
-            self._kept = [(*each, each[2].clone() if self._accumulates and each[2] is not None else each[2]) for each in held]
+            self._kept = [(*each, each[2].clone() if self._accumulates and each[2] is not None else each[2])
+                          for each in _buffers(self._modules())]
 
     def forget(self) -> None:
         """Keep nothing: the update is over."""
