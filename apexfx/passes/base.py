@@ -25,7 +25,7 @@ class Pass(PassBase):
         stage: "forward" (the Dynamo graph), "backward" (AOTAutograd's) or "step" (the whole training step as AOTAutograd has
             it, where those of the stage "backward" run, too).
         numeric: "bitwise", "reassociates" or "changes_dtype"; enforced by `verify="each"`.
-        provides, needs: tags, checked before anything runs, of passes that run earlier.
+        needs: names of passes that have to run earlier, checked before anything runs.
 
     Running a pass twice must change nothing the second time. A pass never prints and reads neither globals nor the
     environment.
@@ -34,7 +34,6 @@ class Pass(PassBase):
     name: ClassVar[str] = ""
     stage: ClassVar[str] = "forward"
     numeric: ClassVar[str] = "bitwise"
-    provides: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
@@ -97,8 +96,8 @@ def validate(passes: Sequence[Pass], before: Sequence[type[Pass]] = ()) -> None:
                              f"expected one of {', '.join(NUMERIC_TIERS)}")
     earlier: set[str] = set()
     for stage in STAGES:
-        earlier.update(tag for pass_type in before if pass_type.stage == stage for tag in pass_type.provides)
+        earlier.update(pass_type.name for pass_type in before if pass_type.stage == stage)
         for pass_ in (p for p in passes if p.stage == stage):
             if missing := set(pass_.needs) - earlier:
-                raise ValueError(f"apexfx: pass {pass_.name!r} needs {sorted(missing)}, which no earlier pass provides")
-            earlier.update(pass_.provides)
+                raise ValueError(f"apexfx: pass {pass_.name!r} needs {sorted(missing)}, and no such pass runs earlier")
+            earlier.add(pass_.name)

@@ -70,7 +70,6 @@ class BucketAllreduce(Pass):
     name = "bucket_allreduce"
     stage = "backward"
     numeric = "reassociates"
-    provides = ("bucketed",)
     collective = "allreduce"
 
     def __init__(self, *, placeholders: Sequence[Placeholder], config: BucketConfig, group_name: str,

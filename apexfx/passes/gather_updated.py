@@ -43,7 +43,7 @@ class GatherUpdated(Pass):
     name = "gather_updated"
     stage = "step"
     numeric = "bitwise"
-    needs = ("updated",)
+    needs = ("unscale_clip_update",)
 
     def __init__(self, *, group_name: str, world_size: int) -> None:
         super().__init__()

@@ -46,7 +46,6 @@ class Precision(Pass):
     name = "precision"
     stage = "forward"
     numeric = "changes_dtype"
-    provides = ("precision",)
 
     def __init__(
         self, *, level: OptLevel, half_dtype: torch.dtype, overrides: Mapping[str, Any] | None = None

@@ -46,7 +46,6 @@ class ScatterGradients(BucketAllreduce):
     name = "scatter_gradients"
     stage = "backward"
     numeric = "reassociates"
-    provides = ("bucketed",)
     collective = "reduce_scatter"
 
     def __init__(self, decompositions: Callable[[], Mapping[Any, Any]] = dict, **options: Any) -> None:

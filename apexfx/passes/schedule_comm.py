@@ -37,7 +37,6 @@ class ScheduleComm(Pass):
     name = "schedule_comm"
     stage = "backward"
     numeric = "bitwise"
-    provides = ("scheduled",)
 
     def begin(self) -> None:
         super().begin()

@@ -31,7 +31,7 @@ class SkipWrites(Pass):
     name = "skip_writes"
     stage = "step"
     numeric = "bitwise"
-    needs = ("updated",)
+    needs = ("unscale_clip_update",)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         skip = next((node for node in gm.graph.nodes if node.meta.get(SKIP)), None)

@@ -40,7 +40,6 @@ class SyncBatchnorm(Pass):
     name = "sync_batchnorm"
     stage = "forward"
     numeric = "reassociates"
-    provides = ("sync_batchnorm",)
 
     def __init__(self, *, group_name: str) -> None:
         super().__init__()

@@ -38,7 +38,6 @@ class UnscaleClipUpdate(Pass):
     name = "unscale_clip_update"
     stage = "step"
     numeric = "reassociates"
-    provides = ("updated",)
 
     def __init__(self, decompositions: Callable[[], Mapping[Any, Any]] = dict) -> None:
         super().__init__()

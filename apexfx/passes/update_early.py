@@ -41,7 +41,7 @@ class UpdateEarly(Pass):
     name = "update_early"
     stage = "step"
     numeric = "bitwise"
-    needs = ("updated",)
+    needs = ("unscale_clip_update",)
 
     def begin(self) -> None:
         super().begin()

@@ -179,10 +179,10 @@ def test_contracts_are_checked_before_anything_runs():
         needs = ("casts",)
 
     class Provider(ScaleTwice):
-        provides = ("casts",)
+        name = "casts"
 
     class OfBackward(Provider):
-        name, stage = "of_backward", "backward"
+        stage = "backward"
 
     class NeedyOfBackward(Needy):
         stage = "backward"

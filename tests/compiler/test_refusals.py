@@ -178,7 +178,7 @@ def test_a_pass_may_need_a_built_in_one():
     model = transformed(Net(), passes=(AfterCasts(),))
     model(images())
     assert model.report.graphs[0].forward.passes[-1].name == "after_casts"
-    with pytest.raises(ValueError, match="'after_casts' needs \\['precision'\\], which no earlier pass provides"):
+    with pytest.raises(ValueError, match="'after_casts' needs \\['precision'\\], and no such pass runs earlier"):
         transformed(Net(), passes=(AfterCasts(),), skip=("precision",))
 
 
