@@ -7,6 +7,10 @@ from typing import Any
 
 from .backend import last_report as last_report
 from .buckets.plan import BucketPlan as BucketPlan
+from .check_loop import LoopCheck as LoopCheck
+from .check_loop import check_loop as check_loop
+from .check_splits import Splits as Splits
+from .check_splits import check_splits as check_splits
 from .compare import compare as compare
 from .config import BucketConfig as BucketConfig
 from .errors import NonFiniteError as NonFiniteError
@@ -15,13 +19,9 @@ from .errors import RankFailureError as RankFailureError
 from .errors import RankMismatchError as RankMismatchError
 from .errors import ReplicaMismatchError as ReplicaMismatchError
 from .errors import UnsynchronizedGradientError as UnsynchronizedGradientError
-from .loops import LoopCheck as LoopCheck
-from .loops import check_loop as check_loop
 from .passes.base import Match as Match
 from .passes.base import Pass as Pass
 from .report import Report as Report
-from .splits import Splits as Splits
-from .splits import check_splits as check_splits
 from .train_step import EMA as EMA
 from .train_step import Part as Part
 from .train_step import Safeguard as Safeguard

@@ -180,8 +180,8 @@ def _passes(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     import runpy
 
+    from .check_splits import check_splits
     from .compare import compare
-    from .splits import check_splits
 
     if not Path(arguments.file).is_file():
         print(f"apexfx: {arguments.file!r} is not there; give a Python file that defines `batch`, and `step` or `model`",

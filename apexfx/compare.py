@@ -26,7 +26,7 @@ from .observe.interpreter import Interpreter
 from .observe.non_finite import NonFinite
 from .observe.numerics_report import NumericsReport, ops_of, rows_of
 from .observe.reference import Reference, relative
-from .precision.op_rows import OpRow
+from .precision.op_dtypes import OpDtype
 from .report.data import Report
 from .train_step import TrainStep
 from .train_step.errors import NotOneGraph
@@ -330,7 +330,7 @@ def _forked(traced: Traced) -> Iterator[list[Any]]:
         yield inputs
 
 
-def _where(node: fx.Node, ops: Sequence[OpRow]) -> list[str]:
+def _where(node: fx.Node, ops: Sequence[OpDtype]) -> list[str]:
     """Return, in lines, the op that a node belongs to, its module, and its line."""
     name, phase = ops_of(node.graph).get(node, ("", ""))
     op = next((op for op in ops if op.node == name), None)
@@ -340,7 +340,7 @@ def _where(node: fx.Node, ops: Sequence[OpRow]) -> list[str]:
     return [f"  {text}" + (f", module {path!r}" if path else ""), *(f"  {text_of_line(*frame)}" for frame in frames[-1:])]
 
 
-def _ops(traced: Traced, subject: _Step | _Model) -> dict[str, OpRow | None]:
+def _ops(traced: Traced, subject: _Step | _Model) -> dict[str, OpDtype | None]:
     """Return the rows of a graph's ops by name; None for those of a loss that is not the user's."""
     return {op.node: op if subject.has_loss or not op.outside or op.source else None for op in traced.ops}
 

@@ -15,7 +15,7 @@ from ..errors import PassError
 from ..graph import invariants, order, printing
 from ..graph.nodes import PASS, count_ops, graphs
 from ..passes.base import Pass, validate
-from ..precision.op_rows import op_rows
+from ..precision.op_dtypes import op_dtypes
 from ..report.data import Report
 from ..report.node_places import node_places
 from ..report.records import Artifacts, PassReport, StageReport
@@ -61,7 +61,7 @@ class Pipeline:
             entry, text, rows = self._run_pass(pass_, stage, gm, inputs, text, rows)
             report.passes.append(entry)
         if stage == "forward":
-            report.ops = op_rows(gm)
+            report.ops = op_dtypes(gm)
         report.places = node_places(gm)
         if self.verify != "off":
             invariants.check(gm, thorough=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from ..precision.op_rows import OpRow
+from ..precision.op_dtypes import OpDtype
 
 
 @dataclass(frozen=True)
@@ -24,5 +24,5 @@ class Traced:
 
     gm: fx.GraphModule
     inputs: list[Any]
-    ops: Sequence[OpRow]
+    ops: Sequence[OpDtype]
     outputs: Sequence[str]

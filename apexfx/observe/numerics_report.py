@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from .._torch import tree_leaves
 from ..graph.nodes import module_path, op_name, source_line, value
 from ..graph.printing import count_text, short_dtype
-from ..precision.op_rows import OP, OpRow
+from ..precision.op_dtypes import OP, OpDtype
 from .non_finite import Finding, is_of_backward
 from .reference import NodeErrors, Reference, relative
 
@@ -202,13 +202,13 @@ class NumericsReport(Sequence[Row]):
         return share, introduced, inherited, _op_text(row), row.dtype, row.rule, row.module or "model", row.source
 
 
-def rows_of(graph: fx.Graph, ops: Mapping[str, OpRow | None], reference: Reference,
+def rows_of(graph: fx.Graph, ops: Mapping[str, OpDtype | None], reference: Reference,
             contributions: Mapping[fx.Node, tuple[float, float]], ignored: Collection[int] = ()) -> list[Row]:
     """Return the rows of a graph's ops, the most to blame first.
 
     Args:
         graph: of ops of aten, marked by `mark_ops` and by `BACKWARD`.
-        ops: the rows of the forward that it was lowered from, by `OpRow.node`; None for one that is to be left out.
+        ops: the rows of the forward that it was lowered from, by `OpDtype.node`; None for one that is to be left out.
         reference: that has observed a run.
         contributions: of `reference`; {} where they are not known.
         ignored: places of outputs whose error does not count.
@@ -278,7 +278,7 @@ class _Group:
         num_calls: how many ops they belong to.
     """
 
-    op: OpRow | None
+    op: OpDtype | None
     phase: str
     nodes: Sequence[fx.Node]
     num_calls: int
@@ -294,7 +294,7 @@ class _Group:
         return row | {"op": op_name(of), "rule": "", "reason": "", "module": module_path(of), "source": source_line(of)}
 
 
-def _groups(graph: fx.Graph, ops: Mapping[str, OpRow | None], nodes: Sequence[fx.Node]) -> list[_Group]:
+def _groups(graph: fx.Graph, ops: Mapping[str, OpDtype | None], nodes: Sequence[fx.Node]) -> list[_Group]:
     """Return the nodes by the line, module and name of their op, and by phase."""
     belongs = ops_of(graph, {name for name, op in ops.items() if op is not None and op.family == "cast"})
     members: dict[Any, list[fx.Node]] = {}
@@ -312,7 +312,7 @@ def _groups(graph: fx.Graph, ops: Mapping[str, OpRow | None], nodes: Sequence[fx
 
 
 def ops_of(graph: fx.Graph, casts: Collection[str] = ()) -> dict[fx.Node, tuple[str, str]]:
-    """Return, for nodes of ops, the `OpRow.node` that each belongs to, and its phase; a backward by the op of the same number.
+    """Return, for nodes of ops, the `OpDtype.node` that each belongs to, and its phase; a backward by the op of the same number.
 
     The gradient of a cast is narrowed for the op that made the narrow tensor, and belongs to that; of `casts`, to the cast. A sum
     of gradients has the number of the loss, and goes with the last of them, as in a profile.

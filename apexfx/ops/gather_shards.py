@@ -51,7 +51,7 @@ class _Gather(torch.autograd.Function):
             return (None,) * (5 + len(grads))
         whole, n = [grads[place] for place in places], ctx.world_size
         dtype = ctx.dtype or whole[0].dtype
-        operation, before, after = divisors(dtype, n)
+        operation, before, after = averaged_by(dtype, n)
         flat = torch.ops.aten._chunk_cat.default([grad.to(dtype) for grad in whole], 0, n).view(-1)
         flat = flat if before == 1 else flat / before
         rows = c10d.wait_tensor.default(c10d.reduce_scatter_tensor.default(flat, operation, n, ctx.group))
@@ -64,7 +64,7 @@ class _Gather(torch.autograd.Function):
         return None, None, None, None, None, *reduced
 
 
-def divisors(dtype: torch.dtype, world_size: int) -> tuple[str, int, float]:
+def averaged_by(dtype: torch.dtype, world_size: int) -> tuple[str, int, float]:
     """Return how a sum over ranks becomes a mean, as FSDP2 does: the operation, and what divides before and after it."""
     if dtype in (torch.float32, torch.bfloat16) and world_size > 1:
         return "avg", 1, 1

@@ -176,4 +176,4 @@ def _movable(node: fx.Node, tail: _Tail) -> bool:
 
 
 def _storages(nodes: list[Any]) -> frozenset[Any]:
-    return frozenset().union(*(storages(value(node)) for node in nodes if isinstance(node, fx.Node)))
+    return storages([value(node) for node in nodes if isinstance(node, fx.Node)])

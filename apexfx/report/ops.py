@@ -13,7 +13,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ..graph.printing import count_text
-from ..precision.op_rows import FOLLOWS, OpRow
+from ..precision.op_dtypes import FOLLOWS, OpDtype
 from ..precision.policy import and_above, covers
 from .fold_repeats import fold, group, pieces
 
@@ -22,7 +22,7 @@ _MOST_OPERANDS = 8  # of an op that `explain` lists
 
 
 @dataclass(frozen=True, kw_only=True)
-class Op(OpRow):
+class Op(OpDtype):
     """One op of a report; `graph` is the index of the captured graph."""
 
     graph: int

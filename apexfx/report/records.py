@@ -13,7 +13,7 @@ from torch import fx
 from ..buckets.plan import BucketPlan
 from ..buckets.windows import Window
 from ..precision.casts import CastRow, RemovedCast
-from ..precision.op_rows import OpRow
+from ..precision.op_dtypes import OpDtype
 from .memory import MemoryTimeline
 from .node_places import NodePlaces
 
@@ -121,7 +121,7 @@ class StageReport:
     from_cache: bool = False
     lowered: str = ""
     memory: MemoryTimeline | None = None
-    ops: list[OpRow] = field(default_factory=list)
+    ops: list[OpDtype] = field(default_factory=list)
     places: NodePlaces = field(default_factory=NodePlaces)
 
 
@@ -232,4 +232,4 @@ def stage_from_json(row: dict[str, Any], *, from_cache: bool = True) -> StageRep
                             "artifacts": Artifacts.from_json(p["artifacts"])}) for p in row["passes"]]
     return StageReport(row["stage"], row["captured"], passes, from_cache=from_cache, lowered=row["lowered"],
                        memory=MemoryTimeline.from_json(row["memory"]) if row["memory"] is not None else None,
-                       ops=list(map(OpRow.from_json, row["ops"])), places=NodePlaces(**row["places"]))
+                       ops=list(map(OpDtype.from_json, row["ops"])), places=NodePlaces(**row["places"]))

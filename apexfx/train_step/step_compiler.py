@@ -36,7 +36,7 @@ from ..observe.non_finite import BACKWARD
 from ..passes.gather_shards import as_rows
 from ..precision.call_casts import check_unwritten
 from ..precision.casts import is_inserted_cast
-from ..precision.op_rows import mark_ops
+from ..precision.op_dtypes import mark_ops
 from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport

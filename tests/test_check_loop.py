@@ -325,7 +325,7 @@ def test_planted_differences(name):
     found = check(*case)
     assert (found.part, found.update) == (part, number), str(found)
     assert re.search(said, str(found)), str(found)
-    assert not found.is_right and "another update" in str(found) and "test_loops.py:" in found.reason
+    assert not found.is_right and "another update" in str(found) and "test_check_loop.py:" in found.reason
 
 
 GLOBAL = build()

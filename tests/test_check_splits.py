@@ -112,7 +112,7 @@ FAULTS = {
     "a sum": (classifier, lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"), images(), {}, SHORT),
     "multiplied": (classifier, lambda m, x, y: supervised(m, x, y) * 8 / len(x), images(), {}, "4.00 = ranks x calls"),
     "batch norm": (lambda: classifier(nn.BatchNorm1d(8)), supervised, images(), {}, "batch_norm.* in supervised"),
-    "contrastive": (classifier, contrast, images(), {}, r"aten.mm.default at .*test_splits.py:\d+, in contrast: .*h @ h.T"),
+    "contrastive": (classifier, contrast, images(), {}, r"aten.mm.default at .*test_check_splits.py:\d+, in contrast: .*h @ h.T"),
     "normalized advantages": (classifier, normalized_advantages, images(), {}, "in normalized_advantages: advantages = "),
     "a mean of the batch": (classifier, hinge_to_the_batch_mean, images(), {}, "in hinge_to_the_batch_mean"),
     "a batch norm that is a function": (classifier, lambda m, x, y: supervised(m, F.batch_norm(x, None, None, training=True), y),

@@ -31,7 +31,7 @@ from .policy import NOTHING_TO_COMPUTE
 from .rules import MIXED, RULES, lookup
 
 _BY_RULE = ("half", "float", "banned", "dtype", "batch_norm", "captured")  # the rule alone says in which dtype the op computes
-OP = "apexfx_op"  # key of a node's meta["custom"], which what it is lowered to has too: the `OpRow.node` that it belongs to
+OP = "apexfx_op"  # key of a node's meta["custom"], which what it is lowered to has too: the `OpDtype.node` that it belongs to
 FOLLOWS = "follows "  # how the reason of an op begins that has the dtype of its input
 _SKIPPED = "no rule was applied: the pass precision was left out, or another pass put the op there"
 
@@ -58,7 +58,7 @@ class Operand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpRow:
+class OpDtype:
     """One op of a forward graph.
 
     Attributes:
@@ -111,14 +111,14 @@ class OpRow:
         return {**vars(self), "operands": operands, "promoted_by": list(self.promoted_by), "aliases": list(self.aliases)}
 
     @classmethod
-    def from_json(cls, row: dict[str, Any]) -> OpRow:
+    def from_json(cls, row: dict[str, Any]) -> OpDtype:
         """Read what `to_json` returned."""
         operands = tuple(Operand(**{**operand, "aliases": tuple(operand.get("aliases", ()))}) for operand in row["operands"])
         texts = {name: tuple(row.get(name, ())) for name in ("promoted_by", "aliases")}
         return cls(**{**row, **texts, "operands": operands})
 
 
-def op_rows(gm: fx.GraphModule) -> list[OpRow]:
+def op_dtypes(gm: fx.GraphModule) -> list[OpDtype]:
     """Return a row for each op of a forward graph that takes or makes a tensor, nested bodies included.
 
     Left out are the casts that passes inserted, which the cast ledger has, and the calls of nested bodies.
@@ -127,7 +127,7 @@ def op_rows(gm: fx.GraphModule) -> list[OpRow]:
 
 
 def mark_ops(gm: fx.GraphModule) -> None:
-    """Have each node, and so what it is lowered to, say in its meta which row of `op_rows` it is, or was cast for."""
+    """Have each node, and so what it is lowered to, say in its meta which row of `op_dtypes` it is, or was cast for."""
     for prefix, body in named_bodies(gm):
         for node in reversed(body.graph.nodes):
             user = next((user for user in node.users if OP in (user.meta.get("custom") or {})), None)
@@ -146,7 +146,7 @@ def _is_op(node: fx.Node) -> bool:
     return value(node) is None and any(isinstance(value(source), Tensor) for source in node.all_input_nodes)  # x[i] = y
 
 
-def _row(node: fx.Node, body: str) -> OpRow:
+def _row(node: fx.Node, body: str) -> OpDtype:
     name = canonical_name(node.target)
     kind, family, why = node.meta.get(RULE) or ("", lookup(name, RULES).family, _SKIPPED)
     sources = [source for source in node.all_input_nodes if dtype_of(source) is not None]
@@ -166,7 +166,7 @@ def _row(node: fx.Node, body: str) -> OpRow:
                 why = f"promoted by {long} {', '.join(promoted_by[:2])}{', ...' if promoted_by[2:] else ''}{casts}"
         elif sources and of_table and not cast and short in before:
             why = f"{FOLLOWS}{_producer(next((s for s in sources if not _is_parameter(s)), sources[0]))}, {long}"
-    return OpRow(node=body + node.name, op=op_name(node), name=name, dtype=short_dtype(dtype) if dtype is not None else "-",
+    return OpDtype(node=body + node.name, op=op_name(node), name=name, dtype=short_dtype(dtype) if dtype is not None else "-",
                  rule=kind, family=family, reason=why, promoted_by=promoted_by, operands=operands, module=module_path(node),
                  source=source_line(node), outside=bool(node.meta.get(OUTSIDE_OF_MODEL)), aliases=module_paths(node)[1:])
 
