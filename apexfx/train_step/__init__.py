@@ -22,7 +22,7 @@ from torch import nn
 
 from .function import SupervisedObjective
 from .options import StepOptions, check_what_is_trained
-from .parts.ema import EMA as EMA
+from .parts.average import EMA as EMA
 from .parts.own import with_own
 from .parts.part import Part as Part
 from .parts.part import Slot as Slot
@@ -92,6 +92,6 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
     own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "keep_grads": keep_grads,
            "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard, "shard": shard,
            "parts": with_own(parts, EMA.checked(ema))}
-    step_options = StepOptions.from_arguments(own, options)
+    step_options = StepOptions.from_arguments(own, options, also=["loss_fn", "optimizer", "objective", "modules", "ema"])
     check_what_is_trained(loss_fn, optimizer, objective)
     return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, step_options, modules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +49,18 @@ class StepOptions:
                              "possible; leave one of them out")
 
     @classmethod
-    def from_arguments(cls, own: Mapping[str, Any], options: Mapping[str, Any]) -> StepOptions:
+    def from_arguments(cls, own: Mapping[str, Any], options: Mapping[str, Any], also: Iterable[str]) -> StepOptions:
         """Return the options of a call of `train_step`.
 
         Args:
             own: those that a step has of its own.
             options: those of `transform`.
+            also: what it takes besides.
 
         Raises:
             ValueError, TypeError: one does not exist, does not fit, or contradicts another.
         """
-        config = TransformConfig.from_options(options, also=["loss_fn", "optimizer", "objective", "modules", "ema", *own])
+        config = TransformConfig.from_options(options, also=[*also, *own])
         if config.methods:
             raise ValueError("apexfx: methods= belongs to apexfx.transform(); a training step holds what its objective calls, "
                              "any method of the model")

@@ -40,7 +40,7 @@ from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import check_optimizer, check_update_of_rows, set_up_step, trained_parameters
 from .parts import in_order
-from .parts.ema import AVERAGE, COUNT, averaged_model
+from .parts.average import averaged_model
 from .parts.loss_scale import SkipsTeller
 from .parts.norm import SKIPS, Norm
 from .parts.safeguard import LOG, STATE, Event, SafeguardLog
@@ -392,15 +392,11 @@ class TrainStep:
             RuntimeError: the step averages nothing, or a previous step failed after it had modified state.
             TypeError: the model holds what cannot be copied, as one under `fully_shard`.
         """
-        slots = self._components.slots
-        if AVERAGE not in slots:
-            raise RuntimeError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
-                               "ema=apexfx.EMA(decay=0.9999)")
         self._state.check_whole()
         components = self._components
         if components.sharded_update is not None and components.agreement is not None:
             components.agreement.ensure("calls before step.ema_model, which gathers averages", [self._state.num_calls])
-        return averaged_model(self.model, slots.of_params(AVERAGE), slots.of_params(COUNT))
+        return averaged_model(self.model, components.slots)
 
     def print_readable(self, *, stage: str = "step", after: str | None = None, graph: int = 0, print_output: bool = True) -> str:
         """Print and return a graph as Python: as captured, or after the pass named `after` (default: the last)."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from ...config import is_number
 from ...optimizers.end_of_step import EndOfStep
 from ...optimizers.layout import WHOLE
 from .part import Part, Slot
+
+if TYPE_CHECKING:
+    from ..slots import Slots
 
 aten = torch.ops.aten
 AVERAGE, COUNT = "average", "num_averaged"
@@ -82,15 +85,20 @@ def follow(averages: Sequence[Tensor], values: Sequence[Tensor], counts: Tensor,
 
 
 @torch.no_grad()
-def averaged_model(model: nn.Module, averages: Mapping[Tensor, Tensor], counts: Mapping[Tensor, Tensor]) -> nn.Module:
+def averaged_model(model: nn.Module, slots: Slots) -> nn.Module:
     """Return a copy of `model` whose parameters are their averages, where they have followed an update.
 
     Raises:
+        RuntimeError: nothing is averaged.
         TypeError: it holds what cannot be copied.
     """
+    if AVERAGE not in slots:
+        raise RuntimeError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
+                           "ema=apexfx.EMA(decay=0.9999)")
     if under_fully_shard([model]):
         raise TypeError("apexfx: step.ema_model copies the model, which torch does not for one under fully_shard(); load "
                         "step.state_dict()['ema']['averages'] into another one that is sharded alike")
+    averages, counts = slots.of_params(AVERAGE), slots.of_params(COUNT)
     copied: dict[int, Any] = {}  # by id, what `deepcopy` takes
     for p in model.parameters():
         if p in averages:
