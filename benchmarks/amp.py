@@ -2,13 +2,16 @@
 
     python benchmarks/amp.py                                              # three small models, four optimizers
     python benchmarks/amp.py --models resnet50 bert --repeats 1           # real sizes
+    python benchmarks/amp.py --models host_resnet host_bert --optimizers "torch fused" --clock cpu --mode   # the host alone
     python benchmarks/amp.py --processes 7 --json benchmarks/results/amp.json
     python benchmarks/amp.py --models resnet50 bert --device cuda --profile benchmarks/results/amp_profile_cuda.json
 
 A line has the microseconds of a step of each, medians over the rounds; their ratio, ours / theirs, with its quartiles; and the
 ratio of each process. The two take turns within a process, which measures one model. One process differs from the next by a few
 percent, for its whole life: with `--processes`, every number is the median over that many. The bars: at most 1.25 on the small
-models, and at most 1.05 on real sizes.
+models, and at most 1.05 on real sizes. host_resnet and host_bert have the calls of real models and next to nothing to compute, as
+where a device is faster than its host. `--mode` adds, over theirs, autocast under a function mode of torch that only calls what
+it is called for: the least that an executor of this kind costs.
 
 `--profile` says instead where the host's time goes: for a model and a side, ours or theirs, the milliseconds until a step has
 returned, the device idle before, and of the functions with the most time of their own under cProfile, which makes all of them
@@ -32,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from kept_rows import KeptRows, in_processes, summary
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import apexfx
 from apexfx import amp, optimizers
@@ -71,12 +75,42 @@ def bert() -> nn.Module:
     return nn.Sequential(nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Flatten(), nn.Linear(512 * 64, 10))
 
 
+class Bottleneck(nn.Module):
+    """A block of ResNet-50, of few channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, size, padding=size // 2, bias=False) for size in (1, 3, 1))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(3))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for i in range(2):
+            y = self.relu(self.norms[i](self.convs[i](y)))
+        y = self.norms[2](self.convs[2](y))
+        y += x
+        return self.relu(y)
+
+
+def host_resnet() -> nn.Module:
+    first, blocks = nn.Conv2d(3, 4, 3, padding=1, bias=False), [Bottleneck(4) for _ in range(16)]
+    return nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+
+
+def host_bert() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Flatten(), nn.Linear(8 * 4, 10))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn": (SmallNet, (32, 1, 8, 8)),
     "mlp": (perceptron, (32, 64)),
     "encoder": (encoder, (8, 16, 64)),
     "resnet50": (resnet50, (4, 3, 128, 128)),
     "bert": (bert, (4, 64, 512)),
+    "host_resnet": (host_resnet, (2, 3, 4, 4)),
+    "host_bert": (host_bert, (2, 4, 8)),
 }
 SMALL = ("cnn", "mlp", "encoder")
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -120,6 +154,28 @@ def autocast_step(make: Callable[[], nn.Module], optimizer: Any, dtype: torch.dt
     return step
 
 
+class Calls(TorchFunctionMode):
+    """A mode that only calls what it is called for: the least that an executor of torch's functions costs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def mode_step(make: Callable[[], nn.Module], optimizer: Any, dtype: torch.dtype, device: str) -> Callable[..., None]:
+    """Return the step of autocast with the model's forward under `Calls`."""
+    def under_the_mode() -> nn.Module:
+        model = make()
+        forward = model.forward
+
+        def call(*args: Any) -> Any:
+            with Calls():
+                return forward(*args)
+
+        model.forward = call
+        return model
+    return autocast_step(under_the_mode, optimizer, dtype, device)
+
+
 Row = dict[str, float]  # median microseconds a step, and the quartiles over rounds of ours / theirs within a round
 
 
@@ -134,8 +190,9 @@ def batch_of(name: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def compare(name: str, kind: str, given: argparse.Namespace, dtype: torch.dtype) -> Row:
     device = given.device
     data = batch_of(name, device)
-    steps = {side: make(MODELS[name][0], optimizer, dtype, device)
-             for (side, make), optimizer in zip(SIDES.items(), OPTIMIZERS[kind])}
+    ours, theirs = OPTIMIZERS[kind]
+    chosen = {"ours": (amp_step, ours), "theirs": (autocast_step, theirs)} | ({"mode": (mode_step, theirs)} if given.mode else {})
+    steps = {side: make(MODELS[name][0], optimizer, dtype, device) for side, (make, optimizer) in chosen.items()}
 
     def repeated(step: Callable[..., None]) -> Callable[[], None]:
         def run() -> None:
@@ -146,11 +203,13 @@ def compare(name: str, kind: str, given: argparse.Namespace, dtype: torch.dtype)
     for step in steps.values():
         for _ in range(10):
             step(*data)
-    times = harness.interleave({name: repeated(step) for name, step in steps.items()}, rounds=given.rounds, device=device)
+    times = harness.interleave({name: repeated(step) for name, step in steps.items()}, rounds=given.rounds, device=device,
+                              clock=time.process_time if given.clock == "cpu" else time.perf_counter)
     low, middle, high = harness.ratios(times["ours"], times["theirs"])
     us = {name: 1e6 * statistics.median(taken) / given.repeats for name, taken in times.items()}
+    mode = {"mode_ratio": round(harness.ratios(times["mode"], times["theirs"])[1], 3)} if given.mode else {}
     return {"amp_us": round(us["ours"], 1), "autocast_us": round(us["theirs"], 1), "ratio": round(middle, 3),
-            "ratio_low": round(low, 3), "ratio_high": round(high, 3)}
+            "ratio_low": round(low, 3), "ratio_high": round(high, 3), **mode}
 
 
 def measure(name: str, given: argparse.Namespace, dtype: torch.dtype) -> dict[str, Row]:
@@ -208,8 +267,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10, help="steps a round")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: for one thread on a shared machine")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(SMALL))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--mode", action="store_true", help="also autocast under a mode that only calls")
     parser.add_argument("--json", type=Path, help="written to; rows of other models and optimizers in it stay")
     parser.add_argument("--profile", type=Path)
     given = parser.parse_args()
@@ -226,7 +287,8 @@ def main() -> int:
             row = rows[f"{name}, {kind}"] = {key: round(statistics.median(each[key] for each in found), 3) for key in first}
             print(f"{name:8} {kind:14} amp {row['amp_us']:7.0f}   autocast + GradScaler {row['autocast_us']:7.0f}   "
                   f"ratio {row['ratio']:.3f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})   "
-                  f"each process {' '.join(str(each['ratio']) for each in found)}", flush=True)
+                  f"each process {' '.join(str(each['ratio']) for each in found)}"
+                  + (f"   mode {row['mode_ratio']:.3f}" if given.mode else ""), flush=True)
         harness.write_record(given.json, apexfx=apexfx.__version__, device=given.device, dtype=str(dtype), threads=given.threads,
                              rounds=given.rounds, repeats=given.repeats, processes=given.processes, rows=rows)
     return 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..precision.policy import (
     additive_mask,
@@ -32,6 +33,7 @@ FLOAT32_LIMITS = "_apexfx_float32_limits"
 
 _DTYPE, _WIDE = "a dtype", "a number that some half type cannot hold"  # in a signature
 _NARROWEST = torch.finfo(torch.float16).max
+_PLAIN = {Tensor, Parameter, int, bool, str, type(None)}
 
 
 class Decision(NamedTuple):
@@ -42,40 +44,36 @@ class Decision(NamedTuple):
         targets: the dtype of each argument's cast, flattened; None where nothing is cast.
         half: the half type that numbers must fit, or None.
         wide: whether there is a number that some half type cannot hold.
+        places: the casts as (position or keyword, dtype), None where arguments have to be gone through one by one.
     """
 
     rule: Rule
     targets: tuple[torch.dtype | None, ...] | None
     half: torch.dtype | None
     wide: bool
+    places: tuple[tuple[int | str, torch.dtype], ...] | None
 
 
-def signature(values: Any, marks: list[Any]) -> bool:
-    """Append what decisions depend on for each value, sequences and dicts flattened: a tensor's dtype, a mark, or None.
-
-    Returns:
-        Whether a value was a sequence or a dict.
-    """
-    nested = False
+def signature(values: Any, marks: list[Any]) -> None:
+    """Append what decisions depend on for each value, sequences and dicts flattened: a tensor's dtype, a mark, or None."""
     for value in values:
         kind = value.__class__
-        if isinstance(value, Tensor):
+        if kind is Tensor or kind is Parameter:
             marks.append(value.dtype)
         elif value is None or kind is bool:
             marks.append(None)
         elif kind is float or kind is int:
             marks.append(None if -_NARROWEST <= value <= _NARROWEST else _WIDE)
         elif kind is tuple or kind is list:
-            nested = True
             signature(value, marks)
+        elif isinstance(value, Tensor):
+            marks.append(value.dtype)
         elif kind is torch.dtype:
             marks.append(_DTYPE)
         elif isinstance(value, dict):
-            nested = True
             signature(value.values(), marks)
         else:
             marks.append(None)
-    return nested
 
 
 def leaves(values: Any) -> Iterator[Any]:
@@ -87,6 +85,20 @@ def leaves(values: Any) -> Iterator[Any]:
             yield from leaves(value.values())
         else:
             yield value
+
+
+def places_of(
+    targets: Sequence[torch.dtype | None], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[int | str, torch.dtype], ...] | None:
+    """Return where the casts of a call are, None where one is in a sequence or a dict."""
+    rest, places = iter(targets), []
+    for place, value in (*enumerate(args), *kwargs.items()):
+        of_value = [next(rest) for _ in leaves([value])]
+        if any(of_value):
+            if not isinstance(value, Tensor):
+                return None
+            places.append((place, of_value[0]))
+    return tuple(places)
 
 
 class CastPlan:
@@ -106,9 +118,9 @@ class CastPlan:
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         kinds: list[Any] = []
-        nested = signature(args, kinds)
+        signature(args, kinds)
         if kwargs:
-            nested |= signature(kwargs.values(), kinds)
+            signature(kwargs.values(), kinds)
             key: Any = (*kinds, *kwargs, kwargs.get("inplace") is True)
         else:
             kwargs, key = {}, tuple(kinds)
@@ -117,27 +129,46 @@ class CastPlan:
         decision = self._decisions.get(key)
         if decision is None:
             decision = self._decisions[key] = self._decide(args, kwargs, kinds)
-        rule, targets, half, wide = decision
-        if targets is not None and self.executor.any_user_cast and self._is_left_to_user(rule, args, kwargs):
+        rule, targets, half, wide, places = decision
+        executor = self.executor
+        if targets is not None and executor.any_user_cast and self._is_left_to_user(rule, args, kwargs):
             targets = None
         if targets is not None or half is not None:
-            recast = _Recast(self, decision, targets, additive_mask(self.name, args, kwargs))
-            if nested or half is not None:
+            if places is None or executor.any_user_cast or executor.any_float32_limits or executor.on_cast is not None:
+                recast = _Recast(self, decision, targets, additive_mask(self.name, args, kwargs))
                 args, kwargs = recast(args), dict(zip(kwargs, recast(kwargs.values())))
             else:
-                args = recast.flat(args)
-                if kwargs:
-                    kwargs = dict(zip(kwargs, recast.flat(kwargs.values())))
+                args, kwargs = self._cast_at(places, args, kwargs)
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
         except RuntimeError as error:
-            if torch.float64 in kinds and {*kinds} & {*HALVES, torch.float32}:
-                raise RuntimeError(f"apexfx: {self.name} was given float64 beside another dtype: {error}. float64, the dtype of "
-                                "numpy's arrays, is never cast: call .float() on it") from error
+            self.explain(error, kinds)
             raise
-        if wide or self.executor.any_float32_limits:
-            self.executor.mark_float32_limits(rule, (*args, *kwargs.values()), result)
+        if wide or executor.any_float32_limits:
+            executor.mark_float32_limits(rule, (*args, *kwargs.values()), result)
         return result
+
+    def explain(self, error: RuntimeError, kinds: list[Any]) -> None:
+        """Raise a sentence about an error of a call with float64 beside another dtype."""
+        if torch.float64 in kinds and {*kinds} & {*HALVES, torch.float32}:
+            raise RuntimeError(f"apexfx: {self.name} was given float64 beside another dtype: {error}. float64, the dtype of "
+                               "numpy's arrays, is never cast: call .float() on it") from error
+
+    def _cast_at(self, places: tuple[tuple[int | str, torch.dtype], ...], args: tuple[Any, ...],
+                 kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments with those at `places` cast; one cast serves an argument given twice."""
+        by_position, by_name, casts = list(args), kwargs, {}
+        for place, dtype in places:
+            named = place.__class__ is str
+            tensor = kwargs[place] if named else args[place]
+            cast = casts.get(id(tensor))
+            if cast is None:
+                cast = casts[id(tensor)] = self.executor.cast(tensor, dtype)[0]
+            if named:
+                by_name = {**by_name, place: cast}
+            else:
+                by_position[place] = cast
+        return by_position, by_name
 
     def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[Any]) -> Decision:
         in_place, out = kwargs.get("inplace") is True, kwargs.get("out") is not None
@@ -155,7 +186,9 @@ class CastPlan:
             targets = decide(rule, operand_dtypes(self.name, args, kwargs, kinds), self.executor.half)
         wide = _WIDE in kinds
         half = narrow([target or kind for target, kind in zip(targets, kinds)]) if wide and "dtype" not in kwargs else None
-        return Decision(rule, targets if any(targets) else None, half, wide)
+        masked = isinstance(additive_mask(self.name, args, kwargs), Tensor)
+        places = None if half is not None or masked else places_of(targets, args, kwargs)
+        return Decision(rule, targets if any(targets) else None, half, wide, places)
 
     def _is_left_to_user(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         tensors = [value for value in leaves((*args, *kwargs.values())) if isinstance(value, Tensor)]
@@ -190,10 +223,6 @@ class _Recast:
                 result.append(value)
         return result
 
-    def flat(self, values: Any) -> list[Any]:
-        """Do the same where no value is a sequence or a dict, and numbers stay as they are."""
-        return [value if target is None else self._cast(value, target) for value, target in zip(values, self.targets)]
-
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         cast = self.casts.get(id(tensor))
         if cast is not None:
@@ -208,6 +237,37 @@ class _Recast:
             executor.on_cast(self.plan.name, self.rule, tensor.dtype, dtype, hit)
         self.casts[id(tensor)] = cast
         return cast
+
+
+def passing(plan: CastPlan) -> Callable[..., Any]:
+    """Return how an op is called that takes every dtype and stores no number: by `plan` only where that may do something."""
+    executor = plan.executor
+
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        plain = is_plain(args) and (not kwargs or "out" not in kwargs and is_plain(kwargs.values()))
+        if executor.any_float32_limits or not plain:
+            return plan(func, args, kwargs)
+        try:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        except RuntimeError as error:
+            kinds: list[Any] = []
+            signature((*args, *(kwargs or {}).values()), kinds)
+            plan.explain(error, kinds)
+            raise
+
+    return call
+
+
+def is_plain(values: Any) -> bool:
+    """Return whether there is neither a sequence nor a number that some half type cannot hold."""
+    for value in values:
+        kind = value.__class__
+        if kind is float:
+            if not -_NARROWEST <= value <= _NARROWEST:
+                return False
+        elif kind not in _PLAIN:
+            return False
+    return True
 
 
 def following(executor: CastExecutor, name: str, rule: Rule) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from .._torch import (
 )
 from ..graph.op_names import canonical_name
 from ..precision.rules import HALVES, RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
-from .cast_plan import FLOAT32_LIMITS, USER_CAST, CastPlan, following, gives_float32_limits, mark
+from .cast_plan import FLOAT32_LIMITS, USER_CAST, CastPlan, following, gives_float32_limits, mark, passing
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
 
@@ -129,7 +129,7 @@ class CastExecutor(TorchFunctionMode):
             plan = self._plans[func]
         except KeyError:
             plan = self._plans[func] = self._plan(func)
-        if plan is None or not self.enabled:
+        if plan is None or self.deactivated or _disabled.times:
             return func(*args, **kwargs) if kwargs else func(*args)
         return plan(func, args, kwargs)
 
@@ -141,7 +141,8 @@ class CastExecutor(TorchFunctionMode):
             return CastPlan(self, name, _FOREIGN)
         if rule.family in SAME_DATA_FAMILIES and name not in STORED_NUMBERS:
             return following(self, name, rule)
-        return CastPlan(self, name)
+        plan = CastPlan(self, name)
+        return passing(plan) if rule.kind == "passthrough" and name not in STORED_NUMBERS else plan
 
     def mark_float32_limits(self, rule: Rule, values: Any, result: Any) -> None:
         """Mark the result of a call where it may hold limits of float32, as an additive mask does."""
@@ -155,7 +156,7 @@ class CastExecutor(TorchFunctionMode):
         As under torch.autocast, a copy lives until the outermost forward ends: what writes into parameters between two
         forwards, in whatever way, is seen by the second.
         """
-        if not (self.depth and isinstance(tensor, Parameter) and dtype in HALVES):
+        if tensor.__class__ is Tensor or not (isinstance(tensor, Parameter) and self.thread.depth and dtype in HALVES):
             return tensor.to(dtype), False
         parameter, version, cast = self.thread.casts.get((id(tensor), dtype), (None, 0, None))
         if (parameter is tensor and version == tensor_version(tensor)

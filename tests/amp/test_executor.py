@@ -47,6 +47,34 @@ def test_functions_methods_and_operators(kind, half):
             assert (call(ones(4, 4, dtype=half)).dtype, call(ones(4, 4)).dtype) == expected
 
 
+ONE_BY_ONE = {
+    "positions": lambda x, w: F.linear(x, w, w[0]),
+    "keywords": lambda x, w: F.layer_norm(x, (4,), weight=w[0], bias=w[0]),
+    "one given twice": lambda x, w: torch.addmm(x, w, w),
+    "in a sequence": lambda x, w: torch.cat([x, w]),
+    "batch norm": lambda x, w: F.batch_norm(x, None, None, w[0], w[0], True),
+    "attention": lambda x, w: F.scaled_dot_product_attention(x, w, w),
+    "attention with a mask": lambda x, w: F.scaled_dot_product_attention(x, w, w, ones(4, 4) * torch.finfo(torch.float32).min),
+    "a limit of float32": lambda x, w: F.hardtanh(x, -torch.finfo(torch.float32).max, 3.0),
+    "a stored number": lambda x, w: x.masked_fill(w > 0, -1e9),
+    "out": lambda x, w: torch.abs(x, out=torch.empty_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_casts_at_known_places_are_those_of_arguments_one_by_one(name, half):
+    x, w = ones(4, 4, dtype=half), nn.Parameter(torch.arange(16.0).view(4, 4))
+    for first in (x, x.float()):
+        results = []
+        for on_cast in (None, lambda *cast: None):  # who asks for each cast has arguments gone through one by one
+            executor = CastExecutor(half)
+            executor.on_cast = on_cast
+            with executor:
+                results.append([ONE_BY_ONE[name](first, w) for _ in range(2)])  # decided, and decided before
+        flat = [result for pair in results for result in pair]
+        assert len({r.dtype for r in flat}) == 1 and all(torch.equal(r, flat[0]) for r in flat)
+
+
 def test_values_may_be_read_on_the_host():
     with CastExecutor(B):
         assert float(ones()) == int(ones()) == bool(ones()) == ones().item() == 1.0
