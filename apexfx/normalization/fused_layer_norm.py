@@ -58,16 +58,34 @@ __all__ = [
 
 
 class _Norm(torch.nn.Module):
-    """Holds what both norms share: the shape, eps, and a weight of ones where the layer is affine."""
+    """Holds what both norms share: the shape, eps, and a weight, and perhaps a bias, where the layer is affine."""
 
-    def __init__(self, normalized_shape, eps, elementwise_affine, memory_efficient, device, dtype) -> None:
+    _parameter_names: tuple[str, ...]
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.normalized_shape = as_shape(normalized_shape)
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.memory_efficient = memory_efficient
-        weight = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
-        self.register_parameter("weight", None if weight is None else torch.nn.Parameter(weight))
+        for name in self._parameter_names:
+            empty = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
+            self.register_parameter(name, None if empty is None else torch.nn.Parameter(empty))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to ones and the bias to zeros."""
+        for name, p in self.named_parameters(recurse=False):
+            torch.nn.init.constant_(p, float(name == "weight"))
 
     def extra_repr(self) -> str:
         return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
@@ -80,26 +98,7 @@ class FusedLayerNorm(_Norm):
     smaller than eps.
     """
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient, device, dtype)
-        bias = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
-        self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to ones and the bias to zeros."""
-        if self.elementwise_affine:
-            torch.nn.init.ones_(self.weight)
-            torch.nn.init.zeros_(self.bias)
+    _parameter_names = ("weight", "bias")
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.elementwise_affine:
@@ -112,23 +111,7 @@ class FusedLayerNorm(_Norm):
 class FusedRMSNorm(_Norm):
     """RMS norm over the trailing `normalized_shape`; the output has the input's dtype."""
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient, device, dtype)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to ones."""
-        if self.elementwise_affine:
-            torch.nn.init.ones_(self.weight)
+    _parameter_names = ("weight",)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.elementwise_affine:

@@ -431,14 +431,6 @@ def _added(trace, self, other, alpha, sign, dtype):  # in which kernels have the
     return torch.add(self, trace.beside(other, [self]), alpha=sign * alpha)
 
 
-def _sub(trace, self, other, alpha=1):
-    return _add(trace, self, other, alpha, -1)
-
-
-def _rsub(trace, self, other, alpha=1):
-    return _add(trace, other, self, alpha, -1) if isinstance(other, Tensor) else trace.beside(other, [self]) - self * alpha
-
-
 @_wide
 def _addcmul(trace, self, tensor1, tensor2, value=1):
     return torch.addcmul(self, tensor1 * value, tensor2)
@@ -459,27 +451,15 @@ def _pow(trace, self, exponent):
     return torch.pow(*(trace.beside(x, [t for t in pair if isinstance(t, Tensor)]) for x in pair))
 
 
+def _of_dtype(number, dtype):
+    return number.node.tensor.to(dtype or torch.get_default_dtype())
+
+
 def _clamp(trace, self, min=None, max=None):
     for bound, function in ((min, torch.clamp_min), (max, torch.clamp_max)):
         if bound is not None:
             self = function(self, trace.beside(bound, [self]).to(self.dtype) if isinstance(bound, torch.SymFloat) else bound)
     return self
-
-
-def _fill(trace, self, value):
-    return value.node.tensor.to(self.dtype).expand(self.shape)
-
-
-def _full(trace, size, fill_value, dtype=None, device=None, **_):
-    return fill_value.node.tensor.to(dtype or torch.get_default_dtype()).expand(size)
-
-
-def _full_like(trace, self, fill_value, dtype=None, **_):
-    return fill_value.node.tensor.to(dtype or self.dtype).expand(self.shape)
-
-
-def _scalar_tensor(trace, s, dtype=None, **_):
-    return s.node.tensor.to(dtype or torch.get_default_dtype())
 
 
 def _compared(name):
@@ -498,13 +478,16 @@ def _where(trace, condition, self, other):
     return torch.where(condition, *pair)
 
 
-def _masked_fill(trace, self, mask, value):
-    return torch.where(mask, value.node.tensor.to(self.dtype), self)
-
-
 _OF_SCALARS: dict[str, Callable[..., Tensor]] = {
-    "add": _add, "sub": _sub, "rsub": _rsub, "addcmul": _addcmul, "addcdiv": _addcdiv, "lerp": _lerp, "pow": _pow,
-    "clamp": _clamp, "clamp_min": lambda trace, self, min: _clamp(trace, self, min=min),
-    "clamp_max": lambda trace, self, max: _clamp(trace, self, max=max), "fill": _fill, "full": _full, "full_like": _full_like,
-    "scalar_tensor": _scalar_tensor, "where": _where, "masked_fill": _masked_fill,
+    "add": _add, "addcmul": _addcmul, "addcdiv": _addcdiv, "lerp": _lerp, "pow": _pow, "where": _where, "clamp": _clamp,
+    "sub": lambda trace, self, other, alpha=1: _add(trace, self, other, alpha, -1),
+    "rsub": lambda trace, self, other, alpha=1: _add(trace, other, self, alpha, -1) if isinstance(other, Tensor)
+        else trace.beside(other, [self]) - self * alpha,
+    "clamp_min": lambda trace, self, min: _clamp(trace, self, min=min),
+    "clamp_max": lambda trace, self, max: _clamp(trace, self, max=max),
+    "fill": lambda trace, self, value: value.node.tensor.to(self.dtype).expand(self.shape),
+    "full": lambda trace, size, fill_value, dtype=None, **_: _of_dtype(fill_value, dtype).expand(size),
+    "full_like": lambda trace, self, fill_value, dtype=None, **_: _of_dtype(fill_value, dtype or self.dtype).expand(self.shape),
+    "scalar_tensor": lambda trace, s, dtype=None, **_: _of_dtype(s, dtype),
+    "masked_fill": lambda trace, self, mask, value: torch.where(mask, value.node.tensor.to(self.dtype), self),
     **{name: _compared(name) for name in _COMPARISONS}}
