@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import is_number
 from ._base import FusedOptimizer
-from ._checkpoints import lacking, short
+from ._checkpoints import check_numbers, lacking, short
 from .symbolic_numbers import NotTraceable
 from .traced_step import initial_state
 from .update_rules import FUSED, RULES
@@ -50,28 +49,21 @@ def _fault(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor, h
     if not isinstance(held, dict):
         return f"is {type(held).__name__}, expected a dict"
     if isinstance(optimizer, FusedOptimizer):
-        entries, scalars, counts = optimizer._names(group), optimizer._scalar_state_names, False
+        shapes = {**dict.fromkeys(optimizer._names(group), p.shape),
+                  **dict.fromkeys(optimizer._scalar_state_names, torch.Size())}
+    elif (update := RULES[type(optimizer)](group, p.dtype) if type(optimizer) in RULES else None) is not None:
+        shapes = {**dict.fromkeys(update.states, p.shape), **({"step": torch.Size()} if update.counts else {})}
     else:
-        update = RULES[type(optimizer)](group, p.dtype) if type(optimizer) in RULES else None
-        if update is None:
-            try:
-                [made] = initial_state(optimizer, [p], anew=True)
-            except NotTraceable:
-                return ""
-            if fault := lacking(type(optimizer).__name__, held, tuple(made)):
-                return fault
-            for name, own in ((name, held[name]) for name, first in made.items() if isinstance(first, Tensor)):
-                shape = made[name].shape
-                if name != "step" and (not isinstance(own, Tensor) or own.shape != shape):
-                    kind = f"a tensor of shape {list(own.shape)}" if isinstance(own, Tensor) else short(own)
-                    return f"has {name!r}, {kind}, expected a tensor of shape {list(shape)}"
-            return "" if is_count(held.get("step", 0)) else f"has 'step', {short(held['step'])}, expected how many updates it had"
-        entries, scalars, counts = tuple(update.states), (), update.counts
-    if fault := lacking(type(optimizer).__name__, held, (*entries, *scalars, *(("step",) if counts else ()))):
+        try:
+            [made] = initial_state(optimizer, [p], anew=True)
+        except NotTraceable:
+            return ""
+        shapes = {name: first.shape if isinstance(first, Tensor) else None for name, first in made.items()}
+    if fault := lacking(type(optimizer).__name__, held, tuple(shapes)):
         return fault
-    for name in (*entries, *scalars):
-        shape = p.shape if name in entries else torch.Size()
-        if (own := held.get(name)) is not None and (not isinstance(own, Tensor) or own.shape != shape):
+    for name, shape in shapes.items():
+        own = held.get(name)
+        if name != "step" and None not in (own, shape) and (not isinstance(own, Tensor) or own.shape != shape):
             kind = f"a tensor of shape {list(own.shape)}" if isinstance(own, Tensor) else short(own)
             return f"has {name!r}, {kind}, expected a tensor of shape {list(shape)}"
     if (step := held.get("step")) is not None and not is_count(step):
@@ -86,22 +78,20 @@ def is_count(step: Any) -> bool:
     return is_number(step) and 0 <= step < math.inf
 
 
-def check_options(optimizer: torch.optim.Optimizer) -> None:
-    """Have the class of an optimizer judge options that were loaded, as it judges those that it is made with.
+def check_loaded_options(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse options that were loaded of which numbers are missing, or out of the limits of an update.
 
     Raises:
-        ValueError: what the class says.
+        ValueError: the option.
     """
-    takes = inspect.signature(type(optimizer)).parameters
     for group in optimizer.param_groups if _is_known(optimizer) else ():
-        options = {name: group[name] for name in optimizer.defaults if name in group and name in takes and name != "step"}
-        like = [nn.Parameter(torch.zeros((1, 1), dtype=p.dtype, device=p.device)) for p in group["params"][:1]]
+        options = {name: (group[name], default) for name, default in optimizer.defaults.items() if name in group}
         try:
-            for name, option in options.items():
-                if not _is_like(option, optimizer.defaults[name]):
+            for name, (option, default) in options.items():
+                if not _is_like(option, default):
                     raise ValueError(f"{name}={short(option)}")
-            type(optimizer)(like, **options)
-        except Exception as error:
+            check_numbers(type(optimizer).__name__, {name: option for name, (option, _) in options.items() if name != "amsgrad"})
+        except (ValueError, TypeError) as error:
             raise ValueError(f"apexfx: the state of {type(optimizer).__name__} was given with an option that it does not take: "
                              f"{error}") from error
 

@@ -39,6 +39,7 @@ from .layout import WHOLE, Layout, Ranks
 from .over_ranks import share_matrices
 from .settings import attributes_of, comparable, settings_of
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_of_numbers
+from .update import kind_of, unlike_state
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
 _OUR_FILES = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -80,7 +81,7 @@ def trace_key(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states
 
 
 def _layout(tensor: Tensor) -> Any:
-    return _kind(tensor), tensor.stride()
+    return kind_of(tensor), tensor.stride()
 
 
 def _layout_and_number(tensor: Tensor) -> Any:
@@ -153,8 +154,8 @@ class StepTrace:
     def check(self, params: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         """Refuse other tensors than those that the step was traced for."""
         for tensor, own in zip((*params, *held), self._given, strict=True):
-            if _kind(tensor) != _kind(own):
-                raise unlike_state(tensor, own)
+            if kind_of(tensor) != kind_of(own):
+                raise unlike_state(tensor, kind_of(own))
 
     def graph(self, present: tuple[bool, ...]) -> tuple[fx.GraphModule, list[int]]:
         """Return the graph in which these parameters have a gradient, and what it writes."""
@@ -198,8 +199,8 @@ class StepTrace:
             raise NotTraceable(f"leaves parameter {left[0]} as it is, which has a gradient")
         written = [place for place, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
         for place in written:
-            if _kind(old[place]) != _kind(new[place]):
-                raise NotTraceable(f"makes {_kind(new[place])} of state that is {_kind(old[place])}")
+            if kind_of(old[place]) != kind_of(new[place]):
+                raise NotTraceable(f"makes {kind_of(new[place])} of state that is {kind_of(old[place])}")
         return recorder.finish([new[place] for place in written], [old[place] for place in written]), written
 
     def _run(self, recorder: Recorder, present: Sequence[bool], sizes: Sequence[int], *tensors: Tensor) -> list[Tensor]:
@@ -360,10 +361,10 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
         with torch.no_grad(), forked_random([p.device] if p.is_cuda else []), not_compiling():
             step = functools.partial(_first_step, type(optimizer), attributes, group)
             try:
-                kind = dtype, p.shape, p.stride(), p.device, _frozen(group), _frozen(attributes)
-                if kind not in makers:
-                    makers[kind] = _maker_of(step, p)
-                made = makers[kind](p)
+                key = dtype, p.shape, p.stride(), p.device, _frozen(group), _frozen(attributes)
+                if key not in makers:
+                    makers[key] = _maker_of(step, p)
+                made = makers[key](p)
             except NotTraceable:
                 raise
             except Exception as error:
@@ -419,7 +420,7 @@ def _leaf_maker(a: Any, b: Any, one: Tensor, other: Tensor) -> Callable[[Tensor]
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return (lambda _: a) if _same(a, b) else None
     shape, stride = a.shape, a.stride()
-    if _kind(a) != _kind(b) or stride != b.stride():
+    if kind_of(a) != kind_of(b) or stride != b.stride():
         return None
     if torch.equal(a, b):
         kept = a.flatten()[:1].clone().reshape([1] * a.dim()) if a.numel() and bool((a == a.flatten()[0]).all()) else a
@@ -518,17 +519,6 @@ def _fake(mode: Any, leaf: Any, half: torch.dtype | None, ranks: Ranks | None = 
     with torch.no_grad():
         fake = mode.from_tensor(leaf, static_shapes=True)
         return fake.to(half) if half is not None and fake.dtype == torch.float32 else fake
-
-
-def unlike_state(held: Tensor, expected: Tensor) -> ValueError:
-    """Return the error about a tensor that is another than it was, or is to be."""
-    return ValueError(f"apexfx: the optimizer holds state of a parameter as {_kind(held)}, expected {_kind(expected)}: one was "
-                      "converted after a step (model.double(), .to(), .data = ...). optimizer.load_state_dict("
-                      "optimizer.state_dict()) converts dtype and device; a new optimizer begins anew")
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
 
 
 def _reason(error: BaseException) -> str:

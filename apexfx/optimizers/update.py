@@ -99,3 +99,15 @@ def inverse_of(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def clip_coefficient(norm: Tensor, max_grad_norm: float, epsilon: float) -> Tensor:
     """Return what gradients of this norm are multiplied with, so that it is at most `max_grad_norm`."""
     return ((norm + epsilon).reciprocal() * max_grad_norm).clamp_max(1.0)
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return what code for a tensor goes by, in words."""
+    return f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
+
+
+def unlike_state(held: Tensor, expected: str) -> ValueError:
+    """Return the error about a tensor that is another than it was, or is to be."""
+    return ValueError(f"apexfx: the optimizer holds state of a parameter as {kind_of(held)}, expected {expected}: one was "
+                      "converted after a step (model.double(), .to(), .data = ...). optimizer.load_state_dict("
+                      "optimizer.state_dict()) converts dtype and device; a new optimizer begins anew")

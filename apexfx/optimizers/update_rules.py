@@ -19,8 +19,8 @@ from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 from .layout import WHOLE, Layout
 from .symbolic_numbers import NotTraceable
-from .traced_step import Place, SharedDiffer, StepTrace, initial_state, numbers_of, read_number, trace_key, unlike_state
-from .update import Update
+from .traced_step import Place, SharedDiffer, StepTrace, initial_state, numbers_of, read_number, trace_key
+from .update import Update, kind_of, unlike_state
 
 FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
 Labels = Mapping[int, int]  # of parameters, by id
@@ -216,7 +216,7 @@ def _check_dtypes(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) ->
     for p in params if type(optimizer).__module__.startswith("torch.optim.") else ():
         for held in optimizer.state.get(p, {}).values():
             if isinstance(held, Tensor) and held.dim() and held.shape == p.shape and held.dtype != p.dtype:
-                raise unlike_state(held, p)
+                raise unlike_state(held, kind_of(p))
 
 
 # Of an optimizer: what was traced, by all that it follows from.

@@ -22,7 +22,7 @@ def schedulable_options(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Opt
             for place, group in enumerate(each.param_groups) for name, option in schedulable(each, group).items()}
 
 
-def check_numbers(optimizer: torch.optim.Optimizer) -> None:
+def check_no_text(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a text in the place of a number, as a file of options has one ("1e-3" is a text in YAML)."""
     for group in optimizer.param_groups:
         for name, value in group.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..optimizers._base import FusedOptimizer
-from ..optimizers.held_state import check_held, check_options
+from ..optimizers.held_state import check_held, check_loaded_options
 from ..optimizers.layout import WHOLE, Layout
 from ..optimizers.update_rules import FUSED, Option, has_op, options_of, unsupported_reason
 
@@ -113,7 +113,7 @@ class OptimizerList:
                 raise ValueError(f"apexfx: the state of an optimizer was given that {kind}: it is damaged, or was saved by "
                                  "another class. Load it into that one, or load the model alone and begin with a new optimizer"
                                  ) from error
-            check_options(each)
+            check_loaded_options(each)
 
     def check_held(self, names: Mapping[int, str]) -> None:
         """Refuse options and state that lack something.

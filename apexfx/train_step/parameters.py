@@ -22,7 +22,7 @@ from ..optimizers.fused_adam import FusedAdam
 from ..optimizers.fused_sgd import FusedSGD
 from ..optimizers.update_rules import Option
 from ..report.data import Report
-from .hyperparameters import check_numbers
+from .hyperparameters import check_no_text
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
@@ -118,7 +118,7 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
         raise ValueError(f"apexfx: {len(complex_ones)} parameters are complex, and gradients of those can be neither clipped "
                          "nor unscaled in the graph, nor judged; leave out max_grad_norm, loss_scale and safeguard")
     for each in optimizers:
-        check_numbers(each)
+        check_no_text(each)
     outside = optimizers.unsupported_reason(half, scheduled)
     float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and half == torch.float16]
     by_its_step = f"{optimizers.name} updates by its own step()" if outside or optimizers.any_by_its_step(half, scheduled) else ""

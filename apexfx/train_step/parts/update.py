@@ -12,7 +12,7 @@ from torch import Tensor
 from ...graph.printing import count_text
 from ...optimizers import traced_step
 from ...optimizers.end_of_step import EndOfStep
-from ...optimizers.update import call_op, counts_updates
+from ...optimizers.update import call_op, counts_updates, unlike_state
 from .part import Part
 
 
@@ -76,12 +76,7 @@ class ApplyUpdate(Part):
             for p, held in zip(params, tensors):
                 shape = torch.Size() if (self.op, place) == ("novograd_", 1) else p.shape  # a norm of each gradient
                 if (held.shape, held.dtype, held.device) != (shape, torch.float32, p.device):
-                    kinds = [f"{kind} of shape {list(shape)} on {device}" for kind, shape, device in (
-                        (held.dtype, held.shape, held.device), (torch.float32, shape, p.device))]
-                    raise ValueError(f"apexfx: the optimizer holds state of a parameter as {kinds[0]}, expected {kinds[1]}: one "
-                                     "was converted after a step (model.double(), .to(), .data = ...). "
-                                     "optimizer.load_state_dict(optimizer.state_dict()) converts dtype and device; a new "
-                                     "optimizer begins anew")
+                    raise unlike_state(held, f"{torch.float32} of shape {list(shape)} on {p.device}")
 
 
 @dataclass(frozen=True)
