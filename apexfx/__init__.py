@@ -28,7 +28,7 @@ from .train_step import Safeguard as Safeguard
 from .train_step import Slot as Slot
 from .train_step import TrainStep as TrainStep
 from .train_step import train_step as train_step
-from .train_step.errors import NotOneGraph as NotOneGraph
+from .train_step.capture_errors import NotOneGraph as NotOneGraph
 from .train_step.mean import Mean as Mean
 from .transform import transform as transform
 

@@ -29,7 +29,7 @@ from .observe.reference import Reference, relative
 from .precision.op_dtypes import OpDtype
 from .report.data import Report
 from .train_step import TrainStep
-from .train_step.errors import NotOneGraph
+from .train_step.capture_errors import NotOneGraph
 from .train_step.function import SupervisedObjective
 from .train_step.model import StepModel
 from .train_step.objective import ObjectiveModules

@@ -79,7 +79,7 @@ _DERIVATIVES = ("tests/train_step/test_derivatives.py",)
 _UNUSED = ("tests/test_unused_outputs.py",)
 
 FAULTS = (
-    Fault("state of another dtype is not written", "train_step/parts/update.py",
+    Fault("state of another dtype is not written", "train_step/parts/apply_update.py",
           "        self._check(updated, states + [updated] * self.masters)\n", "",
           ("tests/train_step/test_optimizer_changes.py",)),
     Fault("a float that the forward keeps is a constant of each graph", "compiler/rewritten_graph.py",
@@ -177,7 +177,7 @@ FAULTS = (
           "            return empty, -empty", "            return None, -empty", _MEAN),
     Fault("a recurrent op has no second derivative", "ops/recurrent.py",
           '        torch.library.register_autograd(f"apexfx::{name}_backward", self._refuse)', "        pass", _DERIVATIVES),
-    Fault("updates are counted of what has a gradient", "train_step/parts/update.py",
+    Fault("updates are counted of what has a gradient", "train_step/parts/apply_update.py",
           "_counts(end.slot(self.step), [place - self.first for place in places]):",
           "_counts(end.slot(self.step), range(self.last - self.first)):", _CHANGES),
     Fault("a traced step is skipped whole", "optimizers/traced_step.py",
@@ -196,7 +196,7 @@ FAULTS = (
           "                p.grad = optimizers.layout.as_state(next(left), p) if here else None",
           "                p.grad = next(left, None)",
           _CHANGES),
-    Fault("an op counts updates up in a copy: groups may share a count", "train_step/parts/update.py",
+    Fault("an op counts updates up in a copy: groups may share a count", "train_step/parts/apply_update.py",
           "step.clone() if counts_updates(self.op) else None,", "step if counts_updates(self.op) else None,", _STEP),
     Fault("each part of an update counts up in a copy of its own", "passes/update_early.py",
           "_read_again(args[place], mode, placed)", "_read_again(args[place].args[0], mode, placed)", _EARLY),

@@ -2,7 +2,7 @@
 
 `apexfx.amp._amp_state` is the state object, as in Apex, and also a module that can be imported from.
 
-A third of the room (`functions`, `models`, `legacy_wrapper`, `optimizer_state`, the delayed unscaling of `scale_loss`) are names
+A third of the room (`functions`, `models`, `legacy_wrapper`, `stash`, the delayed unscaling of `scale_loss`) are names
 and semantics of Apex that its scripts use, and that torch's autocast and GradScaler have nothing for.
 """
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from .._torch import reads_found_inf
 from ..precision.rules import HALVES
 from ..subclassing import reduced, subclass
-from .optimizer_state import AmpOptimizerState
 from .scaler import LossScaler
 from .session import Session
+from .stash import AmpOptimizerState
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:

@@ -115,7 +115,7 @@ class EndOfStep:
 
     @property
     def reported(self) -> Tensor | None:
-        """What `run` returns of it."""
+        """What `run_parts` returns of it."""
         return self._verdict[1]
 
     @functools.cached_property
@@ -151,7 +151,7 @@ class EndOfStep:
                 for g, dtype in zip(self.grads, self._dtypes) if g is not None]
 
 
-def run(plan: Plan, params: Sequence[Tensor], grads: Sequence[Tensor | None], slots: Sequence[Tensor],
+def run_parts(plan: Plan, params: Sequence[Tensor], grads: Sequence[Tensor | None], slots: Sequence[Tensor],
         count: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Run the parts of `plan`, op by op.
 
@@ -196,7 +196,7 @@ def named_slots(slots: Sequence[tuple[str, int | None]], tensors: Sequence[Tenso
 def _run(params: Sequence[Tensor], grads: Sequence[Tensor | None], slots: Sequence[Tensor], plan: str,
          count: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
     # Writes its arguments, which its schema does not say, so that a captured graph shows one node: no compiled graph runs it.
-    return run(plan_of(plan), params, grads, slots, count)
+    return run_parts(plan_of(plan), params, grads, slots, count)
 
 
 LIBRARY.impl("apply_gradients", _run, "CompositeExplicitAutograd")

@@ -31,14 +31,14 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             if k not in ("param_groups", "state", "step", "_opt_called")}
 
 
-def comparable(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+def comparable_value(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     """Return what is equal, and written alike, where a value is; what is neither a number nor a text is by its identity."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, (tuple, list)):
-        return tuple(comparable(each, of_tensor) for each in value)
+        return tuple(comparable_value(each, of_tensor) for each in value)
     if isinstance(value, dict):
-        return tuple((key, comparable(held, of_tensor)) for key, held in value.items())
+        return tuple((key, comparable_value(held, of_tensor)) for key, held in value.items())
     if isinstance(value, set):
         return frozenset(value)
     return value if isinstance(value, _PLAIN) else id(value)

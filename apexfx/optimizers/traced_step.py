@@ -37,7 +37,7 @@ from .._torch import (
 from ..random_state import forked_random, places_in_random
 from .layout import WHOLE, Layout, Ranks
 from .over_ranks import share_matrices
-from .settings import attributes_of, comparable, settings_of
+from .settings import attributes_of, comparable_value, settings_of
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_of_numbers
 from .update import kind_of, unlike_state
 
@@ -74,9 +74,9 @@ def trace_key(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states
     for group, option, _ in numbers.values():
         changing[group].add(option)
     places = {id(p): place for place, p in enumerate(params)}
-    return ([_layout(p) for p in params], [comparable(state, _layout) for state in states],
+    return ([_layout(p) for p in params], [comparable_value(state, _layout) for state in states],
             [[places.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
-            [(key, comparable(value, _layout_and_number)) for key, value in settings_of(optimizer, changing)],
+            [(key, comparable_value(value, _layout_and_number)) for key, value in settings_of(optimizer, changing)],
             [type(read_number(optimizer.param_groups, place)).__name__ for place in numbers.values()])
 
 
@@ -138,7 +138,7 @@ class StepTrace:
         self.guards: list[tuple[Host, bool]] = []
         graph, _ = self.graph((True,) * len(params))
         self.num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
-        traced = comparable([self._params, self._leaves], _layout), self._held, self._shared, self.numbers
+        traced = comparable_value([self._params, self._leaves], _layout), self._held, self._shared, self.numbers
         self.digest = hashlib.sha256(f"{graph.code}{traced}".encode()).hexdigest()[:16]
         while TRACES.setdefault(self.digest, self) is not self:  # another optimizer's, alike so far, with numbers of its own
             self.digest += "+"

@@ -14,7 +14,7 @@ from ..graph.inputs import apply_node, trained_inputs
 from ..graph.mutation import storages, written_storages
 from ..graph.nodes import CASTS, before_upcast, call, fake_mode, inline, insert_after, value
 from ..ops.apply_gradients import Plan, plan_of
-from ..optimizers.end_of_step import run
+from ..optimizers.end_of_step import run_parts
 from ..optimizers.traced_step import TRACES
 from .base import Pass
 
@@ -63,7 +63,7 @@ class UnscaleClipUpdate(Pass):
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
             traced = any(not part.reads_halves for part in plan.updates)
-            skip, norm, gradients = inline(gm.graph, run, (plan, params, own, slots, *count), like=node, mode=mode,
+            skip, norm, gradients = inline(gm.graph, run_parts, (plan, params, own, slots, *count), like=node, mode=mode,
                                            decompositions=self._decompositions() if traced else {})
         skip.meta[SKIP] = bool(count) or any(part.may_skip for part in plan.parts)
         for user in list(node.users):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..config import HALVES
-from .inputs import StepInputs
 from .mean import Weighted
+from .step_inputs import StepInputs
 
 ACCUMULATED = ".accumulated"  # ends the name of what accumulates the gradients of a parameter
 MEANS = f"loss{ACCUMULATED}"  # the name of `StepMean.sums`

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 from .._torch import tree_map
 from ..compiler.private_code import with_private_code
 from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated
-from .inputs import StepInputs
 from .mean import Mean, Weighted, weigh
+from .step_inputs import StepInputs
 
 _numbers = itertools.count()
 

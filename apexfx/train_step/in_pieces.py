@@ -23,14 +23,14 @@ from ..compiler.graph_compiler import GraphCompiler
 from ..compiler.refusals import COMPILES_ITSELF
 from ..distributed.agreement import explained
 from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated
+from .capture_errors import NotOneGraph, calls_backward, capture_errors, counts_apart, sparse_gradient, untrainable_loss
 from .components import Components
-from .errors import NotOneGraph, calls_backward, capture_errors, counts_apart, sparse_gradient, untrainable_loss
 from .function import apply_gradients, compute_gradients
-from .inputs import StepInputs
 from .leaves import check_leaves, leaves_of
 from .mean import Mean, Weighted, weigh
 from .model import warn_of_eval_mode
 from .step_graphs import StepGraphs, grad_versions
+from .step_inputs import StepInputs
 
 
 class StepInPieces(StepGraphs):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .._torch import has_gradient_hooks
 from ..graph.inputs import Placeholder
-from .errors import has_history
+from .capture_errors import has_history
 
 _BATCH = ("L['batch']", "L['named_inputs']")  # where the traced function holds it
 

@@ -17,7 +17,7 @@ from ..compiler.traceable import TraceableClasses, all_modules, path_of
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
-from .errors import NotOneGraph
+from .capture_errors import NotOneGraph
 from .objective import ObjectiveModules
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from .._torch import tensor_version
 from ..optimizers.layout import WHOLE, Layout
 from ..optimizers.update_rules import Labels, Option, TracedUpdate, options_of, updates
 from .hyperparameters import text_for_number
-from .parts.update import ApplyStep, ApplyUpdate
+from .parts.apply_update import ApplyStep, ApplyUpdate
 from .slots import Row
 
 

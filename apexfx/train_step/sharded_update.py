@@ -76,7 +76,7 @@ class ShardedUpdate(Layout):
                 wholes[place].copy_(new)
 
 
-def check_options(options: StepOptions, optimizers: OptimizerList, trained: Sequence[Tensor]) -> None:
+def check_shard(options: StepOptions, optimizers: OptimizerList, trained: Sequence[Tensor]) -> None:
     """Refuse what is not there yet beside `shard=`.
 
     Raises:

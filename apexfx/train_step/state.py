@@ -270,7 +270,7 @@ class TrainingState:
         """Hand gradients out of the graph, and let an optimizer that is not in it do its step.
 
         Args:
-            skip: whether the step is skipped, as of `optimizers.end_of_step.run`.
+            skip: whether the step is skipped, as of `optimizers.end_of_step.run_parts`.
             present: for each parameter whether it had a gradient.
             gradients: those that left the graph.
         """

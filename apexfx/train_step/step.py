@@ -33,7 +33,6 @@ from .accumulation import clear_accumulated
 from .bundle_recorder import BundleRecorder
 from .components import CallGraphs, Components
 from .function import apply_gradients
-from .inputs import StepInputs
 from .model import StepModel, check_modules, check_traceable
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
@@ -48,6 +47,7 @@ from .replicas import replica_check
 from .skipped_steps import SkippedSteps
 from .slots import Slots
 from .state import TrainingState
+from .step_inputs import StepInputs
 from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
 
 if TYPE_CHECKING:
@@ -451,9 +451,9 @@ def _sharded_update(options: StepOptions, groups: Groups, optimizers: OptimizerL
     """Return what shards the update where `shard=` asks for that."""
     if options.shard is None:
         return None
-    from .sharded_update import ShardedUpdate, check_options
+    from .sharded_update import ShardedUpdate, check_shard
 
-    check_options(options, optimizers, trained)
+    check_shard(options, optimizers, trained)
     return ShardedUpdate(groups.gradients, trained[0].device, whole=not options.parts)
 
 

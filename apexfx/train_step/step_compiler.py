@@ -41,8 +41,8 @@ from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from .accumulation import ACCUMULATED, MEANS
+from .capture_errors import calls_backward, counts_apart, sparse_gradient
 from .derivatives import check_functions, compose_norms
-from .errors import calls_backward, counts_apart, sparse_gradient
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
 from .mean import leave_counts_apart
 

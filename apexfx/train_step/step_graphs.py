@@ -30,13 +30,13 @@ from ..config import TransformConfig
 from ..random_state import forked_random
 from ..report.data import Report
 from .accumulation import clear_accumulated
+from .capture_errors import calls_backward, capture_errors
 from .components import Components
-from .errors import calls_backward, capture_errors
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
-from .inputs import StepInputs
 from .model import StepModel, check_contexts, check_traceable, warn_of_eval_mode
 from .state import TrainingState
 from .step_compiler import NotRun, StepCompiler
+from .step_inputs import StepInputs
 
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
 _DYNAMO = {"trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._torch import has_own_step, has_step_hooks, tensor_version
-from ..optimizers.settings import comparable, settings_of
+from ..optimizers.settings import comparable_value, settings_of
 from ..optimizers.update_rules import Option, options_of
 
 _END = object()  # of a list, among objects of several
@@ -66,7 +66,7 @@ class Structure:
 
 def _facts(optimizer: torch.optim.Optimizer, scheduled: Mapping[int, Collection[str]]) -> list[Any]:
     return [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state), *map(id, optimizer.param_groups),
-            *((key, id(value) if key[1] == "step" else comparable(value, _number_or_version))
+            *((key, id(value) if key[1] == "step" else comparable_value(value, _number_or_version))
               for key, value in settings_of(optimizer, scheduled))]
 
 

@@ -13,8 +13,8 @@ from apexfx.compiler.pipeline import Pipeline
 from apexfx.graph.nodes import value
 from apexfx.ops.apply_gradients import Plan, registered
 from apexfx.passes.unscale_clip_update import UnscaleClipUpdate
+from apexfx.train_step.parts.apply_update import ApplyUpdate
 from apexfx.train_step.parts.norm import Clip, Norm
-from apexfx.train_step.parts.update import ApplyUpdate
 
 L2NORM, SGD_OP = torch.ops.apexfx.multi_tensor_l2norm.default, torch.ops.apexfx.sgd_.default
 SGD = ApplyUpdate("sgd_", 0, 1, (), "lr", None, (0.0, 0.0, 0.0, False, False, False))

@@ -19,9 +19,9 @@ import apexfx
 from apexfx._torch import has_kernel
 from apexfx.ops.apply_gradients import Plan, registered
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apexfx.train_step.parts.apply_update import ApplyUpdate
 from apexfx.train_step.parts.loss_scale import MIN_SCALE, LossScale
 from apexfx.train_step.parts.norm import Norm
-from apexfx.train_step.parts.update import ApplyUpdate
 from tests.own_optimizers import RMSprop
 from tests.tables import table
 
