@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ..config import is_number
-from ._base import FusedOptimizer
 from ._checkpoints import check_numbers, lacking, short
 from .symbolic_numbers import NotTraceable
 from .traced_step import initial_state
-from .update_rules import FUSED, RULES
+from .update_rules import RULES
 
 # The first: torch puts it into the defaults of any class that loads a state; the second is of the constructor alone.
 _NOT_READ = ("differentiable", "initial_accumulator_value")
@@ -34,7 +33,7 @@ def check_held(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> No
         if absent := [name for name in optimizer.defaults if name not in group and name not in _NOT_READ]:
             raise ValueError(f"apexfx: a group of the optimizer has no {absent[0]!r}, which {cls} keeps: it was saved by another "
                              "class. Load it into that one, or load the model alone and begin with a new optimizer")
-        if not _is_known(optimizer):
+        if not _is_of_torch(optimizer):
             continue
         for p in group["params"]:
             held = optimizer.state.get(p)
@@ -48,10 +47,7 @@ def _fault(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor, h
     """Return what is wrong with the state of a parameter; "" where nothing is."""
     if not isinstance(held, dict):
         return f"is {type(held).__name__}, expected a dict"
-    if isinstance(optimizer, FusedOptimizer):
-        shapes = {**dict.fromkeys(optimizer._names(group), p.shape),
-                  **dict.fromkeys(optimizer._scalar_state_names, torch.Size())}
-    elif (update := RULES[type(optimizer)](group, p.dtype) if type(optimizer) in RULES else None) is not None:
+    if (update := RULES[type(optimizer)](group, p.dtype) if type(optimizer) in RULES else None) is not None:
         shapes = {**dict.fromkeys(update.states, p.shape), **({"step": torch.Size()} if update.counts else {})}
     else:
         try:
@@ -84,7 +80,7 @@ def check_loaded_options(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: the option.
     """
-    for group in optimizer.param_groups if _is_known(optimizer) else ():
+    for group in optimizer.param_groups if _is_of_torch(optimizer) else ():
         options = {name: (group[name], default) for name, default in optimizer.defaults.items() if name in group}
         try:
             for name, (option, default) in options.items():
@@ -96,8 +92,8 @@ def check_loaded_options(optimizer: torch.optim.Optimizer) -> None:
                              f"{error}") from error
 
 
-def _is_known(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer) in FUSED or type(optimizer).__module__.startswith("torch.optim.")
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:  # ours look at what they load themselves
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _is_like(option: Any, default: Any) -> bool:
