@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -132,6 +132,17 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     while step is not None and hasattr(step, "_wrapped_by_lr_sched"):
         step = step.__wrapped__
     return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+
+
+def attributes_of_program(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of a tensor, but for marks that Dynamo sets."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_dynamo_")}
+
+
+def as_parameter(tensor: torch.Tensor, attributes: Mapping[str, object]) -> torch.Tensor:
+    """Give a tensor attributes, and have it be an instance of `torch.nn.Parameter`; return it."""
+    tensor.__dict__.update(attributes, _is_param=True)
+    return tensor
 
 
 def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., object]:

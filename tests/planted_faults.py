@@ -188,6 +188,8 @@ FAULTS = (
           "                    raise SharedDiffer(index)\n", "                    pass\n", _TRACED),
     Fault("what moves to another place of the state is copied before that is written", "optimizers/symbolic_numbers.py",
           "tensor.untyped_storage()) in memory else", "tensor.untyped_storage()) is None else", _TRACED),
+    Fault("what was set on a parameter is there for a traced step", "optimizers/traced_step.py",
+          "as_parameter(p, _copied(attributes)).grad", "as_parameter(p, {}).grad", _TRACED),
     Fault("a step that reads what is not trained is no graph", "optimizers/traced_step.py",
           "places[id(p)] if id(p) in places else _fake(self._mode, p, half)\n"
           "                                             for p in group[\"params\"]]",

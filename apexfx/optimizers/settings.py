@@ -8,18 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import attributes_of_program
+
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # compared by value
 
 
 def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collection[str]] = {},
                 ) -> Iterator[tuple[tuple[int | None, str], Any]]:
-    """Yield (place of a group, option) -> value, and (None, name) -> value of what it keeps beside its groups.
+    """Yield (place of a group, option) -> value, and (None, name) -> value of what it keeps beside its groups, and on parameters.
 
     Args:
         changing: the options of each group that are left out, as learning rates are.
     """
-    if not type(optimizer).__module__.startswith(("torch.optim.", "apexfx.")):  # whose steps read their groups alone
+    if not _reads_groups_alone(optimizer):
         yield from (((None, name), value) for name, value in attributes_of(optimizer).items())
+        yield from (((None, f"params.{name}"), value) for group in optimizer.param_groups for p in group["params"]
+                    for name, value in attributes_of_parameter(optimizer, p).items())
     for place, group in enumerate(optimizer.param_groups):
         left_out = {"lr", "params", *changing.get(place, ())}
         yield from (((place, name), value) for name, value in group.items() if name not in left_out)
@@ -29,6 +33,15 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer keeps beside groups and state; hooks of torch's are none of it."""
     return {k: {} if k.startswith("_optimizer_") else v for k, v in vars(optimizer).items()
             if k not in ("param_groups", "state", "step", "_opt_called")}
+
+
+def attributes_of_parameter(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Any]:
+    """Return what a program has set on a parameter, and the steps of an optimizer may read."""
+    return attributes_of_program(p) if vars(p) and not _reads_groups_alone(optimizer) else {}
+
+
+def _reads_groups_alone(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith(("torch.optim.", "apexfx."))
 
 
 def comparable_value(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:

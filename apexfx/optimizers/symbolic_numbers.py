@@ -10,8 +10,10 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import inspect
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -149,6 +151,21 @@ def asked_of_numbers() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def asked_for_ids() -> Iterator[None]:
+    """Refuse a program that asks for the `id()` of a tensor, by which it knows those of a model, and no others."""
+    thread = threading.get_ident()
+
+    def of(value: Any, plain: Callable[[Any], int] = id) -> int:
+        asking = str(inspect.currentframe().f_back.f_globals.get("__name__")).partition(".")[0]
+        if isinstance(value, Tensor) and asking not in ("torch", "apexfx") and threading.get_ident() == thread:
+            raise NotTraceable("asks for the id() of a tensor")
+        return plain(value)
+
+    with patch.object(builtins, "id", of):
+        yield
+
+
 def _either(plain: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: (of_numbers if any(isinstance(x, torch.SymFloat) for x in args) else plain)(*args, **kwargs)
 
@@ -162,13 +179,18 @@ def _elementwise(name: str, number: torch.SymFloat) -> torch.SymFloat:
 _SAME = (aten.clone.default, aten.detach.default, aten.lift_fresh.default, aten.lift_fresh_copy.default)
 # Methods that write in place, and functionalization does not know.
 _IN_PLACE = ("absolute_", "clip_", "divide_", "multiply_", "negative_", "square_", "subtract_", "true_divide_")
+_REQUIRES_GRAD = Tensor.requires_grad.__get__
 
 
 class AsFunctionalized(TorchFunctionMode):
-    """Has torch be called as functionalization knows it, and take a symbolic number where it makes a tensor of one."""
+    """Has torch be called as functionalization knows it, and take a symbolic number where it makes a tensor of one; a parameter
+    requires a gradient.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if func == _REQUIRES_GRAD and isinstance(args[0], torch.nn.Parameter):
+            return True
         if name in _IN_PLACE and isinstance(args[0], Tensor):
             return args[0].copy_(getattr(args[0], name[:-1])(*args[1:], **kwargs))
         if name in ("tensor", "as_tensor") and isinstance(args[0], torch.SymFloat):

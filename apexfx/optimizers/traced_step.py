@@ -7,6 +7,7 @@ cannot be a graph is refused by the line that does it: a number that is needed o
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import os
@@ -23,6 +24,7 @@ from torch import Tensor, fx
 
 from .._torch import (
     FakeTensorMode,
+    as_parameter,
     is_dtensor,
     local_rows,
     muon,
@@ -37,8 +39,8 @@ from .._torch import (
 from ..random_state import forked_random, places_in_random
 from .layout import WHOLE, Layout, Ranks
 from .over_ranks import share_matrices
-from .settings import attributes_of, comparable_value, settings_of
-from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_of_numbers
+from .settings import attributes_of, attributes_of_parameter, comparable_value, settings_of
+from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_for_ids, asked_of_numbers
 from .update import kind_of, unlike_state
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
@@ -119,6 +121,7 @@ class StepTrace:
                                              for p in group["params"]]} for group in optimizer.param_groups]
         self._now = {place: read_number(optimizer.param_groups, place) for place in self.numbers.values()}
         self.ranks = layout.ranks(params[0]) if params and self._class is torch.optim.Muon else None
+        self._of_params = [attributes_of_parameter(optimizer, p) for p in params]
         self._params = [_fake(self._mode, layout.rows(p) if self.ranks is None else p, half, self.ranks) for p in params]
         flat = [tree_flatten(dict(held)) for held in state]
         self._trees = [tree for _, tree in flat]
@@ -207,22 +210,23 @@ class StepTrace:
         """Run the step on a shadow; return its parameters, and the tensors of its state, those that are shared at the end."""
         params, grads, held, firsts, scalars = _split([tensor.clone() for tensor in tensors], sizes)
         following = iter(grads)
-        for p, here in zip(params, present):
-            p.grad = next(following) if here else None
+        for p, here, attributes in zip(params, present, self._of_params):
+            as_parameter(p, _copied(attributes)).grad = next(following) if here else None
         leaves = [list(each) for each in self._leaves]
         for (p, place), tensor in zip(self._held, held):
             leaves[p][place] = tensor
         for (p, place), index in self._shared.items():
             leaves[p][place] = firsts[index].clone()
-        groups = [{**group, "params": [p if isinstance(p, Tensor) else params[p] for p in group["params"]]}
-                  for group in self._groups]
+        groups = [{**{k: v if isinstance(v, Tensor) else _copied(v) for k, v in group.items()},
+                   "params": [p if isinstance(p, Tensor) else params[p] for p in group["params"]]} for group in self._groups]
         for place, scalar in zip(self.numbers.values(), scalars):
             _set_number(groups, place, self._symbolic(recorder, place, scalar))
         state: dict[Any, Any] = defaultdict(dict, {k: _copied(v) for k, v in self._others.items()})
         state.update((p, tree_unflatten(own, tree)) for p, own, tree in zip(params, leaves, self._trees) if own)
         shadow = shadow_of(self._class, self._attributes, groups, state)
         before = _facts(shadow)
-        with AsFunctionalized(), asked_of_numbers(), patch.object(muon, "_zeropower_via_newtonschulz", _orthogonalized):
+        with AsFunctionalized(), asked_of_numbers(), asked_for_ids(), \
+                patch.object(muon, "_zeropower_via_newtonschulz", _orthogonalized):
             plain_step(self._class)(shadow)
         if changed := [name for name, value in _facts(shadow).items() if not _same(value, before.pop(name, _NOTHING))]:
             raise NotTraceable(f"counts in Python: {changed[0]} is another after it")
@@ -347,6 +351,9 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
     if own := [name for name, value in attributes.items() if not _is_plain(value)]:
         raise NotTraceable(f"may use what it keeps beside its state: self.{own[0]}")
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    if own := [name for group in optimizer.param_groups for name, value in group.items() if name != "params" and not _is_plain(
+            value, lambda leaf: isinstance(leaf, Tensor) and id(leaf) not in group_of)]:
+        raise NotTraceable(f"may use what a group keeps beside its parameters: {own[0]!r}")
     makers, states = _MAKERS.setdefault(optimizer, {}), []
     for source in params:
         held = optimizer.state.get(source, {})
@@ -359,35 +366,36 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
         group = {k: v for k, v in group_of[id(source)].items() if k != "params"}
         p = layout.rows(source).detach().to(dtype)
         with torch.no_grad(), forked_random([p.device] if p.is_cuda else []), not_compiling():
-            step = functools.partial(_first_step, type(optimizer), attributes, group)
+            of_p = attributes_of_parameter(optimizer, source)
+            step = functools.partial(_first_step, type(optimizer), attributes, group, of_p)
             try:
-                key = dtype, p.shape, p.stride(), p.device, _frozen(group), _frozen(attributes)
+                key = dtype, p.shape, p.stride(), p.device, *map(_frozen, (group, attributes, of_p))
                 if key not in makers:
                     makers[key] = _maker_of(step, p)
                 made = makers[key](p)
-            except NotTraceable:
-                raise
             except Exception as error:
                 raise NotTraceable(_reason(error)) from error
         states.append({name: tree_map(lambda leaf, p=source: layout.as_state(leaf, p), held) for name, held in made.items()})
     return states
 
 
-def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, Any], p: Tensor, grad: Tensor,
-                held: dict[str, Any]) -> list[Any]:
-    """Do a step on a copy of `p`, whose state is `held`; return what it is then, and its state."""
-    p = p.clone().requires_grad_()
+def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, Any], of_p: Mapping[str, Any], p: Tensor,
+                grad: Tensor, held: dict[str, Any]) -> list[Any]:
+    """Do a step on a copy of `p`, with the attributes `of_p`, whose state is `held`; return what it is then, its state, and the
+    place in torch's random numbers.
+    """
+    p = as_parameter(p.clone().requires_grad_(), _copied(of_p))
     p.grad = grad.clone()
     groups = [{**{k: _copied(v) for k, v in group.items()}, "params": [p]}]
     (torch.manual_seed if p.is_cuda else torch.default_generator.manual_seed)(0)  # that of all devices costs milliseconds
     places = places_in_random()
-    with patch.object(muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient):  # which its state does not follow from
+    with asked_for_ids(), patch.object(muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient):  # of no state
         plain_step(cls)(shadow := shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))
     if places_in_random() != places:
         raise NotTraceable("draws random numbers of Python")
     if others := [key for key in shadow.state if key is not p]:
         raise NotTraceable(f"keeps in its state what is of no parameter: {others[0]!r}")
-    return [p, *tree_leaves(held)]
+    return [p, *tree_leaves(held), torch.cuda.get_rng_state(p.device) if p.is_cuda else torch.get_rng_state()]
 
 
 def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like: Tensor) -> _Make:
@@ -460,18 +468,19 @@ def shadow_of(cls: type, attributes: Mapping[str, Any], groups: list[dict[str, A
     return shadow
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether a value leads to no tensor, and to no other optimizer: a shadow has the same."""
-    if isinstance(value, (list, tuple, set)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return value is None or isinstance(value, (*_NUMBERS, str, type, types.FunctionType, types.BuiltinFunctionType, torch.dtype,
-                                               torch.device))
+def _is_plain(value: Any, is_allowed: Callable[[Any], bool] = lambda _: False) -> bool:
+    """Return whether a value leads to no tensor, and to no other object, but for what is allowed: a shadow has the same."""
+    if isinstance(value, (list, tuple, set, dict)):
+        return all(_is_plain(part, is_allowed) for part in (*value, *(value.values() if isinstance(value, dict) else ())))
+    return value is None or is_allowed(value) or isinstance(value, (
+        *_NUMBERS, str, type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device))
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if type(value) in (dict, list, set) else value.clone() if isinstance(value, Tensor) else value
+    """Return a copy, of which nothing that a step writes is the original's."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy.deepcopy(value) if _is_plain(value) else value.copy() if type(value) in (dict, list, set) else value
 
 
 def _facts(shadow: torch.optim.Optimizer) -> dict[str, Any]:
@@ -480,6 +489,8 @@ def _facts(shadow: torch.optim.Optimizer) -> dict[str, Any]:
     for place, group in enumerate(shadow.param_groups):
         facts.update((f"{k!r} of group {place}", _copied(v)) for k, v in group.items() if k != "params")
     facts.update((f"{k!r} of its state", _copied(v)) for k, v in shadow.state.items() if not isinstance(k, Tensor))
+    for place, p in enumerate(p for group in shadow.param_groups for p in group["params"]):
+        facts.update((f"{k!r} of parameter {place}", _copied(v)) for k, v in attributes_of_parameter(shadow, p).items())
     for place, held in enumerate(held for k, held in shadow.state.items() if isinstance(k, Tensor)):
         leaves = tree_flatten(dict(held) if isinstance(held, dict) else held)[0]
         facts.update((f"number {number} of the state of parameter {place}", leaf) for number, leaf in enumerate(leaves)
@@ -492,7 +503,7 @@ def _same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
-    return a is b or type(a) is type(b) and isinstance(a, (*_NUMBERS, str, set)) and a == b
+    return a is b or type(a) is type(b) and isinstance(a, (*_NUMBERS, str, set, torch.device)) and a == b
 
 
 def _set_number(groups: list[dict[str, Any]], place: Place, number: Any) -> None:

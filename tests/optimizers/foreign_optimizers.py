@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import random
 
+import numpy
 import torch
 from torch.optim import Optimizer
 
@@ -451,18 +453,103 @@ class OfAllValues(Foreign):
         p.sub_(group["lr"] * self.norm * g)
 
 
+class OfAttributes(Foreign):
+    """Reads what parameters are, and what was set on them."""
+
+    def __init__(self, params, **others):
+        super().__init__(params, **others)
+        for place, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            p.rate = 1.0 + place
+
+    def update(self, p, g, state, group):
+        rate = getattr(p, "rate", 1.0) * (2.0 if isinstance(p, torch.nn.Parameter) and p.requires_grad else 1.0)
+        p.sub_(state["exp_avg"].lerp_(g, 0.1), alpha=group["lr"] * rate)
+
+
+class OfOne(Foreign):
+    """Knows one of its parameters, by which it is."""
+
+    def __init__(self, params, **others):
+        super().__init__(params, **others)
+        self.one = self.known(next(p for group in self.param_groups for p in group["params"]))
+
+    def known(self, p):
+        return [id(p)]
+
+    def is_one(self, p, group):
+        return id(p) in self.one
+
+    def update(self, p, g, state, group):
+        p.sub_(g, alpha=group["lr"] * (3.0 if self.is_one(p, group) else 1.0))
+
+
+class OfKeys(OfOne):
+    def known(self, p):
+        return {p: 3.0}
+
+    def is_one(self, p, group):
+        return self.one.get(p) is not None
+
+
+class OfMembers(OfOne):
+    def known(self, p):
+        self.param_groups[0]["one"] = [p]
+
+    def is_one(self, p, group):
+        return any(p is each for each in group.get("one", ()))
+
+
+class OfObject(OfOne):
+    def known(self, p):
+        self.param_groups[0]["rate"] = numpy.ones(1)
+
+    def is_one(self, p, group):
+        return "rate" in group and group["rate"][0] == 1
+
+
+class RandomStart(Foreign):
+    def init(self, p, state):
+        state["projection"] = torch.rand_like(p)
+
+    def update(self, p, g, state, group):
+        p.sub_(g * state["projection"], alpha=group["lr"])
+
+
+class OfDepth(Foreign):
+    """Counts in a dictionary of a dictionary."""
+
+    def __init__(self, params, **others):
+        super().__init__(params, **others)
+        self.counts = collections.Counter(all={"calls": 0})
+
+    def begin(self, group):
+        self.counts["all"]["calls"] += 1
+
+    def update(self, p, g, state, group):
+        p.sub_(g, alpha=group["lr"] / self.counts["all"]["calls"])
+
+
+class OfMarks(Foreign):
+    """Counts on its parameters."""
+
+    def update(self, p, g, state, group):
+        p.calls = getattr(p, "calls", 0) + 1
+        p.sub_(g, alpha=group["lr"] / p.calls)
+
+
 class OfOptions(Foreign):
-    """Reads what it keeps beside its groups, and in them."""
+    """Reads what it keeps beside its groups, in them, and on its parameters."""
 
     def __init__(self, params, **others):
         super().__init__(params, options={"rate": 1.0}, **others)
-        self._rate, self.rates, self.by_name = 1.0, [1.0], {"rate": 1.0}
+        self._rate, self.rates, self.by_name, self.stopped = 1.0, [1.0], {"rate": 1.0}, {1}
         for group in self.param_groups:
             group["initial_lr"] = 1.0
 
     def update(self, p, g, state, group):
         rates = self._rate, self.rates[0], self.by_name["rate"], group["options"]["rate"], group["initial_lr"]
-        p.sub_(g, alpha=group["lr"] * math.prod(rates) * self.defaults["options"]["rate"])
+        of_p = getattr(p, "rate", 1.0) if 2 not in self.stopped else 0.0
+        p.sub_(g, alpha=group["lr"] * math.prod(rates) * self.defaults["options"]["rate"] * of_p)
 
 
 class UpTo(Foreign):

@@ -29,7 +29,7 @@ CASES = [
     *((kind, {}, {"weight_decay": 0.0}) for kind in (
         foreign.Lion, foreign.Signum, foreign.LARS, foreign.KellersMuon, foreign.Shampoo, foreign.Clipped, foreign.OfParameter,
         foreign.Sophia, foreign.AdaBelief, foreign.Lookahead, foreign.Adafactor, foreign.Tiger, foreign.Masked, foreign.OneVector,
-        foreign.Previous, foreign.Nested, foreign.OfAllNorms, foreign.Foreach, foreign.Cautious)),
+        foreign.Previous, foreign.Nested, foreign.OfAllNorms, foreign.Foreach, foreign.Cautious, foreign.OfAttributes)),
 ]
 
 
@@ -90,6 +90,12 @@ REFUSED = [
     (foreign.OfGroup, r"writes by aten.mul_.Tensor what is neither a parameter nor state of one.*group\[.norm.\]"),
     (foreign.OfNone, "keeps in its state what is of no parameter: 'n'"), (foreign.Aliased, "has one tensor in two places"),
     (foreign.OfParameterAlias, "has one tensor in two places"), (foreign.OfPython, "draws random numbers of Python"),
+    (foreign.OfOne, r"asks for the id\(\) of a tensor, in foreign_optimizers.py"),
+    (foreign.OfKeys, "may use what it keeps beside its state: self.one"),
+    (foreign.OfMembers, "may use what a group keeps beside its parameters: 'one'"),
+    (foreign.OfObject, "may use what a group keeps beside its parameters: 'rate'"),
+    (foreign.RandomStart, "has a first step of its own"), (foreign.OfDepth, "counts in Python: self.counts"),
+    (foreign.OfMarks, "counts in Python: 'calls' of parameter 0"),
     (foreign.Bare, "raises AttributeError"), (foreign.Quantile, "writes by aten.ceil_.default")]
 
 
@@ -138,6 +144,8 @@ OPTIONS = {
     "a private attribute": lambda each: setattr(each, "_rate", 0.0),
     "a list": lambda each: each.rates.__setitem__(0, 0.0),
     "a dictionary": lambda each: each.by_name.update(rate=0.0),
+    "a set": lambda each: each.stopped.add(2),
+    "an attribute of a parameter": lambda each: [setattr(p, "rate", 0.0) for p in each.param_groups[0]["params"]],
     "a dictionary of a group": lambda each: each.param_groups[0]["options"].update(rate=0.0),
     "a rate to begin with": lambda each: each.param_groups[0].update(initial_lr=0.0),
     "a default": lambda each: each.defaults.update(options={"rate": 0.0}),
