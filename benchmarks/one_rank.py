@@ -38,6 +38,7 @@ BUCKETS = BucketConfig(message_size=20_000)  # several
 VARIANTS: dict[str, dict[str, Any]] = {
     "alone": {},
     "ddp": {"ddp": BUCKETS},
+    "ddp, shard": {"ddp": BUCKETS, "shard": "optimizer"},
     "ddp, sync_bn, CUDA graphs": {"ddp": BUCKETS, "sync_bn": True, "inner": "cudagraphs"},
     "ddp, sync_bn": {"ddp": BUCKETS, "sync_bn": True},
 }
@@ -69,8 +70,9 @@ def run(options: dict[str, Any], row: Row, rows: KeptRows, given: argparse.Names
         row["error"] = f"the losses differ from those without collectives by {row['difference']:.1e}"
     if waits:
         row["error"] = f"a step waits for the device: {', '.join(waits)}"
-    if options and not calls["all_reduce"]:
-        row["error"] = f"the graph has no all_reduce: {dict(calls)}"
+    expected = {"reduce_scatter_tensor", "all_gather_into_tensor"} if "shard" in options else {"all_reduce"} if options else set()
+    if missing := expected - calls.keys():
+        row["error"] = f"the graph has no {', '.join(sorted(missing))}: {dict(calls)}"
     print(f"{row['variant']}: difference {row['difference']:.1e}, {len(waits)} waits, {dict(calls)}, "
           f"streams {list(row['streams'])}", flush=True)
 

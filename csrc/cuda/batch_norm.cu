@@ -1,5 +1,7 @@
-// The pieces of batch norm on CUDA: x (N, C, ...) as N * C planes or, channels_last, as rows of C; formulas in
-// csrc/batch_norm.h.
+// The pieces of batch norm on CUDA: x (N, C, ...) as N * C planes, as N rows of C small planes or, channels_last, as rows of C;
+// formulas in csrc/batch_norm.h.
+#include <numeric>
+
 #include "batch_norm_cuda.h"
 #include "batch_norm_elementwise.cuh"
 #include "batch_norm_reduce.cuh"
@@ -22,11 +24,43 @@ void with_pack(int64_t length, std::initializer_list<const void*> pointers, F&& 
   else f(std::integral_constant<int, 1>{});
 }
 
-// Blocks of (packs of channels, rows), and how many of them share the rows: some waves of the whole device.
+// The packs after which both a channel's plane and a pack end.
+int64_t packs_of_whole_planes(int64_t length, int64_t pack) { return length / std::gcd(length, pack); }
+
+// Whether planes are walked as rows of whole images: small ones, which as planes would leave threads without a pack, or the packs
+// small. There have to be rows enough to share the constants of a pack's channels.
+template <typename E>
+bool has_small_planes(const Layout& layout, std::initializer_list<const void*> pointers) {
+  constexpr int P = kPackSize<E>;
+  bool fits = !layout.channels_last && layout.inner < 64 * P && layout.outer >= 16 &&
+              layout.channels * layout.inner % P == 0 && packs_of_whole_planes(layout.inner, P) <= kThreads;
+  for (const void* pointer : pointers) fits = fits && is_aligned(pointer);
+  return fits;
+}
+
+// Calls rows(pack, bool constant kPlanes, RowShape) or planes(pack, PlaneShape), `pack` being an integral constant: how the layout
+// is walked in the largest packs that fit.
+template <typename E, typename Rows, typename Planes>
+void with_shape(const Layout& layout, std::initializer_list<const void*> pointers, Rows&& rows, Planes&& planes) {
+  if (has_small_planes<E>(layout, pointers)) {
+    constexpr int P = kPackSize<E>;
+    const RowShape shape{layout.outer, layout.channels * layout.inner / P,
+                         static_cast<int>(layout.inner)};
+    return rows(std::integral_constant<int, P>{}, std::true_type{}, shape);
+  }
+  with_pack<E>(layout.channels_last ? layout.channels : layout.inner, pointers, [&](auto pack) {
+    constexpr int P = decltype(pack)::value;
+    if (layout.channels_last) rows(pack, std::false_type{}, RowShape{layout.outer, layout.channels / P, 1});
+    else planes(pack, PlaneShape{layout.outer, layout.channels, layout.inner / P});
+  });
+}
+
+// Blocks of (packs of columns, rows), and how many of them share the rows: some waves of the whole device. A block's packs are a
+// multiple of `whole`.
 struct RowGrid {
   dim3 block, grid;
-  RowGrid(const RowShape& shape, int64_t rows_per_thread) {
-    unsigned width = 1;
+  RowGrid(const RowShape& shape, int64_t rows_per_thread, int64_t whole = 1) {
+    unsigned width = static_cast<unsigned>(whole);
     while (width < 32 && width < shape.packs) width *= 2;
     block = dim3(width, kThreads / width);
     const int64_t columns = divide_up(shape.packs, width);
@@ -107,17 +141,16 @@ Tensor local_stats(const Tensor& x) {
   dispatch_float_or_double(x.scalar_type(), "bn_local_stats", "x", [&](auto element) {
     using E = decltype(element);
     const E* data = static_cast<const E*>(input.x().const_data_ptr());
-    with_pack<E>(layout.channels_last ? channels : layout.inner, {data}, [&](auto pack) {
+    const auto rows = [&](auto pack, auto planes, const RowShape& shape) {
       constexpr int P = decltype(pack)::value;
-      if (layout.channels_last) {
-        const RowShape shape{layout.outer, channels / P};
-        const RowGrid grid(shape, kGroup);
-        add_up(x, grid.grid.y, 2 * channels, out, stream, [&](double* partial) {
-          row_sums_kernel<E, P><<<grid.grid, grid.block, 0, stream>>>(data, shape, partial, count);
-        });
-        return;
-      }
-      const PlaneShape shape{layout.outer, channels, layout.inner / P};
+      constexpr bool kPlanes = decltype(planes)::value;
+      const RowGrid grid(shape, kSumRows<P>, packs_of_whole_planes(shape.length, P));
+      add_up(x, grid.grid.y, 2 * channels, out, stream, [&](double* partial) {
+        row_sums_kernel<E, P, kPlanes><<<grid.grid, grid.block, 0, stream>>>(data, shape, partial, count);
+      });
+    };
+    with_shape<E>(layout, {data}, rows, [&](auto pack, const PlaneShape& shape) {
+      constexpr int P = decltype(pack)::value;
       const dim3 grid(static_cast<unsigned>(channels), static_cast<unsigned>(plane_splits(shape)));
       add_up(x, grid.y, 2 * channels, out, stream, [&](double* partial) {
         plane_sums_kernel<E, P><<<grid, kThreads, 0, stream>>>(data, shape, step_of(shape, grid.y), partial, count);
@@ -179,19 +212,30 @@ std::tuple<Tensor, Tensor> running_stats(const Tensor& stats, const Tensor& mean
   return {new_mean, new_var};
 }
 
-// Runs Op over every element of a result laid out as `layout`.
-template <template <typename, int> class Op, typename E, int P>
-void run_elementwise(const Op<E, P>& op, const Layout& layout, cudaStream_t stream) {
-  if (layout.channels_last) {
-    const RowShape shape{layout.outer, layout.channels / P};
-    const RowGrid grid(shape, 4);
-    row_kernel<Op, E, P><<<grid.grid, grid.block, 0, stream>>>(op, shape);
-  } else {
-    const PlaneShape shape{layout.outer, layout.channels, layout.inner / P};
-    const PlaneGrid grid(shape, kPacksInFlight<P>);
-    plane_kernel<Op, E, P><<<grid.grid, grid.block, 0, stream>>>(op, shape);
-  }
+// Runs Op over rows or planes.
+template <template <typename, int> class Op, typename E, int P, bool kPlanes>
+void run_elementwise(const Op<E, P>& op, const RowShape& shape, cudaStream_t stream) {
+  const RowGrid grid(shape, 4);
+  row_kernel<Op, E, P, kPlanes><<<grid.grid, grid.block, 0, stream>>>(op, shape);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <template <typename, int> class Op, typename E, int P>
+void run_elementwise(const Op<E, P>& op, const PlaneShape& shape, cudaStream_t stream) {
+  const PlaneGrid grid(shape, kPacksInFlight<P>);
+  plane_kernel<Op, E, P><<<grid.grid, grid.block, 0, stream>>>(op, shape);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Runs the Op that make(pack) returns over every element of a result laid out as `layout`.
+template <template <typename, int> class Op, typename E, typename F>
+void run_elementwise(const Layout& layout, std::initializer_list<const void*> pointers, cudaStream_t stream, F&& make) {
+  const auto rows = [&](auto pack, auto planes, const RowShape& shape) {
+    run_elementwise<Op, E, decltype(pack)::value, decltype(planes)::value>(make(pack), shape, stream);
+  };
+  with_shape<E>(layout, pointers, rows, [&](auto pack, const PlaneShape& shape) {
+    run_elementwise<Op, E, decltype(pack)::value>(make(pack), shape, stream);
+  });
 }
 
 }  // namespace
@@ -212,9 +256,8 @@ Tensor normalize(const Tensor& x, const Tensor& mean, const Tensor& invstd, Opti
     const E* in = static_cast<const E*>(input.x().const_data_ptr());
     const E* added = residual ? static_cast<const E*>(residual->const_data_ptr()) : nullptr;
     E* out = static_cast<E*>(y.mutable_data_ptr());
-    with_pack<E>(layout.channels_last ? layout.channels : layout.inner, {in, added, out}, [&](auto pack) {
-      constexpr int P = decltype(pack)::value;
-      run_elementwise(Normalize<E, P>{vectors_of(parameters), in, added, out, relu}, layout, current_stream(x));
+    run_elementwise<Normalize, E>(layout, {in, added, out}, current_stream(x), [&](auto pack) {
+      return Normalize<E, decltype(pack)::value>{vectors_of(parameters), in, added, out, relu};
     });
   });
   return input.finish(y);
@@ -239,17 +282,16 @@ Tensor backward_reduce(const Tensor& grad, const Tensor& x, const Tensor& mean, 
     using E = decltype(element);
     const E* in = static_cast<const E*>(input.x().const_data_ptr());
     const E* g = static_cast<const E*>(dense_grad.const_data_ptr());
-    with_pack<E>(layout.channels_last ? channels : layout.inner, {in, g}, [&](auto pack) {
+    const auto rows = [&](auto pack, auto planes, const RowShape& shape) {
       constexpr int P = decltype(pack)::value;
-      if (layout.channels_last) {
-        const RowShape shape{layout.outer, channels / P};
-        const RowGrid grid(shape, 4);
-        add_up(x, grid.grid.y, 2 * channels, out, stream, [&](double* partial) {
-          row_gradient_sums_kernel<E, P><<<grid.grid, grid.block, 0, stream>>>(g, in, shape, vectors, relu, partial);
-        });
-        return;
-      }
-      const PlaneShape shape{layout.outer, channels, layout.inner / P};
+      constexpr bool kPlanes = decltype(planes)::value;
+      const RowGrid grid(shape, 4, packs_of_whole_planes(shape.length, P));
+      add_up(x, grid.grid.y, 2 * channels, out, stream, [&](double* partial) {
+        row_gradient_sums_kernel<E, P, kPlanes><<<grid.grid, grid.block, 0, stream>>>(g, in, shape, vectors, relu, partial);
+      });
+    };
+    with_shape<E>(layout, {in, g}, rows, [&](auto pack, const PlaneShape& shape) {
+      constexpr int P = decltype(pack)::value;
       const dim3 grid(static_cast<unsigned>(channels), static_cast<unsigned>(plane_splits(shape)));
       add_up(x, grid.y, 2 * channels, out, stream, [&](double* partial) {
         plane_gradient_sums_kernel<E, P><<<grid, kThreads, 0, stream>>>(g, in, shape, step_of(shape, grid.y), vectors, relu,
@@ -280,9 +322,8 @@ Tensor backward_elementwise(const Tensor& grad, const Tensor& x, const Tensor& m
     const E* in = static_cast<const E*>(input.x().const_data_ptr());
     const E* g = static_cast<const E*>(dense_grad.const_data_ptr());
     E* out = static_cast<E*>(dx.mutable_data_ptr());
-    with_pack<E>(layout.channels_last ? layout.channels : layout.inner, {in, g, out}, [&](auto pack) {
-      constexpr int P = decltype(pack)::value;
-      run_elementwise(Gradient<E, P>{vectors, g, in, out, relu}, layout, current_stream(x));
+    run_elementwise<Gradient, E>(layout, {in, g, out}, current_stream(x), [&](auto pack) {
+      return Gradient<E, decltype(pack)::value>{vectors, g, in, out, relu};
     });
   });
   return input.finish(dx);

@@ -19,19 +19,44 @@ struct PlaneStep {
   int64_t planes, packs;
 };
 
-// Rows of C: `packs` a row.
+// Rows of columns: `packs` a row. A column is a channel (channels_last: kPlanes = false), or a channel has `length` neighbours: its
+// plane, in a row that is a whole image.
 struct RowShape {
   int64_t rows, packs;
+  int length;
 };
 
-template <typename E, int P>
-__device__ __forceinline__ Pack<E, P> load_pack(const E* data, int64_t pack) {
-  return reinterpret_cast<const Pack<E, P>*>(data)[pack];
+// Fills `out` for the columns of a thread's pack by load(channel, constants of some channels). Of planes, which have two columns or
+// more, a thread loads one channel for the block.
+template <bool kPlanes, typename Constants, int P, typename F>
+__device__ __forceinline__ void load_columns(const RowShape& shape, Constants (&out)[P], F&& load) {
+  const int64_t first_pack = static_cast<int64_t>(blockIdx.x) * blockDim.x, pack = first_pack + threadIdx.x;
+  if constexpr (!kPlanes) {
+    if (pack < shape.packs) load(pack * P, out);
+  } else {
+    __shared__ Constants shared[kThreads][1];
+    const int64_t end = (first_pack + blockDim.x < shape.packs ? first_pack + blockDim.x : shape.packs) * P;
+    const int64_t first = first_pack * P / shape.length, mine = first + threadIdx.y * blockDim.x + threadIdx.x;
+    if (mine * shape.length < end) load(mine, shared[mine - first]);
+    __syncthreads();
+    if (pack >= shape.packs) return;
+    int channel = static_cast<int>(pack * P / shape.length - first), offset = static_cast<int>(pack * P % shape.length);
+#pragma unroll
+    for (int k = 0; k < P; ++k) {
+      out[k] = shared[channel][0];
+      if (++offset == shape.length) offset = 0, ++channel;
+    }
+  }
 }
 
 template <typename E, int P>
-__device__ __forceinline__ void store_pack(E* data, int64_t pack, const Pack<E, P>& value) {
-  store(reinterpret_cast<Pack<E, P>*>(data) + pack, value);
+__device__ __forceinline__ PackedWords<E, P> load_pack(const E* data, int64_t pack) {
+  return reinterpret_cast<const PackedWords<E, P>*>(data)[pack];
+}
+
+template <typename E, int P>
+__device__ __forceinline__ void store_pack(E* data, int64_t pack, const Compute<E> (&values)[P]) {
+  store(reinterpret_cast<PackedWords<E, P>*>(data) + pack, PackedWords<E, P>(values));
 }
 
 template <typename S, int P>

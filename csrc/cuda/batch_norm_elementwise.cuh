@@ -1,5 +1,5 @@
 // The elementwise halves of batch norm: bn_normalize and bn_backward_elementwise. `Op` holds the vectors of C, the
-// operands and the formula: `Op::Constants<C>` of C channels, `Op::Inputs` for what one pack reads.
+// operands and the formula: `Op::Constants` of a channel, `Op::Inputs` for what one pack reads.
 #pragma once
 
 #include "batch_norm_device.cuh"
@@ -11,12 +11,10 @@ namespace batch_norm {
 template <typename E, int P>
 struct Normalize {
   using T = Compute<E>;
-  template <int C>
-  struct Constants {
-    Affine<T> affine[C];
-  };
+  using Constants = Affine<T>;
+  static constexpr int kRows = P == 8 ? 4 : 2;
   struct Inputs {
-    Pack<E, P> x, residual;
+    PackedWords<E, P> x, residual;
   };
   ChannelVectors vectors;
   const E *x, *residual;
@@ -24,20 +22,19 @@ struct Normalize {
   bool relu;
 
   template <int C>
-  __device__ __forceinline__ void load_constants(int64_t c, Constants<C>& out) const {
-    vectors.affine_of(c, out.affine);
+  __device__ __forceinline__ void load_constants(int64_t c, Constants (&out)[C]) const {
+    vectors.affine_of(c, out);
   }
   __device__ __forceinline__ Inputs load(int64_t pack) const {
     Inputs in{load_pack<E, P>(x, pack), {}};
     if (residual != nullptr) in.residual = load_pack<E, P>(residual, pack);
     return in;
   }
-  // Element k of the pack; its channel is c of the constants.
-  template <int C>
-  __device__ __forceinline__ E apply(const Inputs& in, int k, const Constants<C>& constants, int c) const {
-    T value = constants.affine[c](static_cast<T>(in.x.value[k]));
-    if (residual != nullptr) value += static_cast<T>(in.residual.value[k]);
-    return static_cast<E>(relu ? batch_norm::relu(value) : value);
+  // Element k of the pack, with the constants of its channel.
+  __device__ __forceinline__ T apply(const Inputs& in, int k, const Constants& constants) const {
+    T value = constants(in.x[k]);
+    if (residual != nullptr) value += in.residual[k];
+    return relu ? batch_norm::relu(value) : value;
   }
 };
 
@@ -45,13 +42,13 @@ struct Normalize {
 template <typename E, int P>
 struct Gradient {
   using T = Compute<E>;
-  template <int C>
   struct Constants {
-    Affine<T> affine[C];
-    InputGradient<T> gradient[C];
+    Affine<T> affine;
+    InputGradient<T> gradient;
   };
+  static constexpr int kRows = P == 8 ? 3 : 2;
   struct Inputs {
-    Pack<E, P> grad, x;
+    PackedWords<E, P> grad, x;
   };
   ChannelVectors vectors;
   const E *grad, *x;
@@ -59,19 +56,24 @@ struct Gradient {
   bool relu;
 
   template <int C>
-  __device__ __forceinline__ void load_constants(int64_t c, Constants<C>& out) const {
-    vectors.affine_of(c, out.affine);
-    vectors.gradient_of(c, out.gradient);
+  __device__ __forceinline__ void load_constants(int64_t c, Constants (&out)[C]) const {
+    Affine<T> affine[C];
+    vectors.affine_of(c, affine);
+#pragma unroll
+    for (int k = 0; k < C; ++k) out[k].affine = affine[k];
+    InputGradient<T> gradient[C];
+    vectors.gradient_of(c, gradient);
+#pragma unroll
+    for (int k = 0; k < C; ++k) out[k].gradient = gradient[k];
   }
   __device__ __forceinline__ Inputs load(int64_t pack) const {
     return {load_pack<E, P>(grad, pack), load_pack<E, P>(x, pack)};
   }
-  template <int C>
-  __device__ __forceinline__ E apply(const Inputs& in, int k, const Constants<C>& constants, int c) const {
-    const Affine<T>& affine = constants.affine[c];
-    const T d = static_cast<T>(in.x.value[k]) - affine.center;
-    const T g = masked<E>(static_cast<T>(in.grad.value[k]), d, affine.scale, affine.shift, relu);
-    return static_cast<E>(constants.gradient[c](g, d));
+  __device__ __forceinline__ T apply(const Inputs& in, int k, const Constants& constants) const {
+    const Affine<T>& affine = constants.affine;
+    const T d = in.x[k] - affine.center;
+    const T g = masked<E>(in.grad[k], d, affine.scale, affine.shift, relu);
+    return constants.gradient(g, d);
   }
 };
 
@@ -83,8 +85,8 @@ constexpr int kMostBlocks = 1024;  // along a plane; they fill a device, and gri
 template <template <typename, int> class Op, typename E, int P>
 __global__ void __launch_bounds__(kThreads) plane_kernel(Op<E, P> op, PlaneShape shape) {
   constexpr int kPacks = kPacksInFlight<P>;
-  using Constants = typename Op<E, P>::template Constants<1>;
-  __shared__ Constants shared[kThreads / 32];
+  using Constants = typename Op<E, P>::Constants;
+  __shared__ Constants shared[kThreads / 32][1];
   const int64_t plane = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const bool inside = plane < shape.outer * shape.channels;
   const int64_t begin = plane * shape.packs, packs = inside ? shape.packs : 0;
@@ -100,29 +102,29 @@ __global__ void __launch_bounds__(kThreads) plane_kernel(Op<E, P> op, PlaneShape
     if (!known) {  // the whole block's first turn; the loads are under way
       if (threadIdx.x == 0 && inside) op.load_constants(plane % shape.channels, shared[threadIdx.y]);
       __syncthreads();
-      constants = shared[threadIdx.y];
+      constants = shared[threadIdx.y][0];
       known = true;
     }
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       if (first + k * blockDim.x >= packs) break;
-      Pack<E, P> out;
+      Compute<E> out[P];
 #pragma unroll
-      for (int j = 0; j < P; ++j) out.value[j] = op.apply(in[k], j, constants, 0);
+      for (int j = 0; j < P; ++j) out[j] = op.apply(in[k], j, constants);
       store_pack<E, P>(op.y, begin + first + k * blockDim.x, out);
     }
     first += step;
   } while (first < packs);
 }
 
-// threadIdx.x is a pack of channels, threadIdx.y and blockIdx.y share the rows.
-template <template <typename, int> class Op, typename E, int P>
-__global__ void __launch_bounds__(kThreads) row_kernel(Op<E, P> op, RowShape shape) {
-  constexpr int kRows = 2;
+// threadIdx.x is a pack of columns, threadIdx.y and blockIdx.y share the rows.
+template <template <typename, int> class Op, typename E, int P, bool kPlanes>
+__global__ void __launch_bounds__(kThreads, P == 8 ? 2 : 0) row_kernel(Op<E, P> op, RowShape shape) {
+  constexpr int kRows = Op<E, P>::kRows;
   const int64_t pack = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  typename Op<E, P>::Constants constants[P];
+  load_columns<kPlanes>(shape, constants, [&](int64_t c, auto& out) { op.load_constants(c, out); });
   if (pack >= shape.packs) return;
-  typename Op<E, P>::template Constants<P> constants;
-  op.load_constants(pack * P, constants);
   const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
   int64_t row = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
   for (; row < shape.rows; row += kRows * step) {
@@ -133,9 +135,9 @@ __global__ void __launch_bounds__(kThreads) row_kernel(Op<E, P> op, RowShape sha
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (row + r * step >= shape.rows) break;
-      Pack<E, P> out;
+      Compute<E> out[P];
 #pragma unroll
-      for (int k = 0; k < P; ++k) out.value[k] = op.apply(in[r], k, constants, k);
+      for (int k = 0; k < P; ++k) out[k] = op.apply(in[r], k, constants[k]);
       store_pack<E, P>(op.y, (row + r * step) * shape.packs + pack, out);
     }
   }

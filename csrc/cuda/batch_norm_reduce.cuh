@@ -15,6 +15,9 @@ namespace batch_norm {
 
 constexpr int kGroup = 4;        // packs in flight a thread
 constexpr int kPlaneBlocks = 4;  // on a multiprocessor: 64 registers; left alone, ptxas takes fewer and spills
+// Rows that end in one double operation a channel: of 16 bits a pack has twice the channels, in as many bytes.
+template <int P>
+constexpr int kSumRows = P == 8 ? 8 : kGroup;
 
 struct AddSums {
   __device__ Sums operator()(const Sums& a, const Sums& b) const {
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocks)
   Running running;
   double n = 0;
   for (; i + (kGroup - 1) * step < total; i += kGroup * step) {
-    Pack<E, P> in[kGroup];
+    PackedWords<E, P> in[kGroup];
 #pragma unroll
     for (int k = 0; k < kGroup; ++k) {
       in[k] = load_pack<E, P>(x, cursor.pack(channel));
@@ -94,16 +97,16 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocks)
     }
     T v[kGroup * P];
 #pragma unroll
-    for (int k = 0; k < kGroup * P; ++k) v[k] = static_cast<T>(in[k / P].value[k % P]);
+    for (int k = 0; k < kGroup * P; ++k) v[k] = in[k / P][k % P];
     running.add(v, n, kGroup * P * reciprocal(n + kGroup * P));
     n += kGroup * P;
   }
   for (; i < total; i += step) {
-    const Pack<E, P> in = load_pack<E, P>(x, cursor.pack(channel));
+    const PackedWords<E, P> in = load_pack<E, P>(x, cursor.pack(channel));
     cursor.advance();
     T v[P];
 #pragma unroll
-    for (int k = 0; k < P; ++k) v[k] = static_cast<T>(in.value[k]);
+    for (int k = 0; k < P; ++k) v[k] = in[k];
     running.add(v, n, P * reciprocal(n + P));
     n += P;
   }
@@ -130,12 +133,12 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocks)
   int64_t i = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
   PlaneCursor cursor(shape, static_cast<uint32_t>(i), plane_step);
   Sums all{0, 0};
-  const auto add = [&](const Pack<E, P>& g_in, const Pack<E, P>& x_in) {
+  const auto add = [&](const PackedWords<E, P>& g_in, const PackedWords<E, P>& x_in) {
     T total_g = 0, products = 0;
 #pragma unroll
     for (int k = 0; k < P; ++k) {
-      const T d = static_cast<T>(x_in.value[k]) - center;
-      const T g = masked<E>(static_cast<T>(g_in.value[k]), d, scale, shift, relu);
+      const T d = x_in[k] - center;
+      const T g = masked<E>(g_in[k], d, scale, shift, relu);
       total_g += g;
       products += g * d;
     }
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocks)
     all.of_squares += static_cast<double>(products);
   };
   for (; i + (kGroup - 1) * step < total; i += kGroup * step) {
-    Pack<E, P> g_in[kGroup], x_in[kGroup];
+    PackedWords<E, P> g_in[kGroup], x_in[kGroup];
 #pragma unroll
     for (int k = 0; k < kGroup; ++k) {
       g_in[k] = load_pack<E, P>(grad, cursor.pack(channel));
@@ -164,113 +167,132 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocks)
   out[shape.channels] = sums.of_squares - (vectors.mean[channel] - static_cast<double>(center)) * sums.total;
 }
 
-// Adds each column's sums over threadIdx.y and writes [2][C] of this share; `scratch` holds 2 * kThreads * P doubles.
-template <int P>
-__device__ void write_columns(const Sums (&sums)[P], double* scratch, int64_t channels, double* partial) {
-  const int width = blockDim.x * P;
+// Adds each column's sums over threadIdx.y, where kPlanes also those of a channel's columns, which are all the block's, and
+// writes finish(channel, sums) into [2][C] of this share; `scratch` holds kThreads * P sums.
+template <bool kPlanes, int P, typename F>
+__device__ void write_columns(const Sums (&sums)[P], Sums* scratch, const RowShape& shape, double* partial, F&& finish) {
+  const int width = blockDim.x * P, threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int length = kPlanes ? shape.length : 1, block_channels = width / length;
+  const auto sum_of = [](const Sums* at, int count, int step) {
+    Sums sum{0, 0};
+    for (int i = 0; i < count; i += step) sum = AddSums{}(sum, at[i]);
+    return sum;
+  };
+  const auto write = [&](int block_channel, const Sums& sum) {
+    const int64_t channels = shape.packs * P / length;
+    const int64_t channel = static_cast<int64_t>(blockIdx.x) * block_channels + block_channel;
+    if (channel >= channels) return;
+    const Sums out = finish(channel, sum);
+    double* const to = partial + static_cast<int64_t>(blockIdx.y) * 2 * channels + channel;
+    to[0] = out.total;
+    to[channels] = out.of_squares;
+  };
 #pragma unroll
-  for (int k = 0; k < P; ++k) {
-    const int at = threadIdx.y * width + threadIdx.x * P + k;
-    scratch[at] = sums[k].total;
-    scratch[kThreads * P + at] = sums[k].of_squares;
-  }
+  for (int k = 0; k < P; ++k) scratch[threadIdx.y * width + threadIdx.x * P + k] = sums[k];
   __syncthreads();
-  for (int j = threadIdx.y * blockDim.x + threadIdx.x; j < 2 * width; j += kThreads) {
-    const int which = j / width, column = j % width;
-    const int64_t channel = static_cast<int64_t>(blockIdx.x) * width + column;
-    if (channel >= channels) continue;
-    double sum = 0;
-    for (int y = 0; y < blockDim.y; ++y) sum += scratch[which * kThreads * P + y * width + column];
-    partial[(static_cast<int64_t>(blockIdx.y) * 2 + which) * channels + channel] = sum;
+  for (int column = thread; column < width; column += threads) {
+    const Sums sum = sum_of(scratch + column, blockDim.y * width, width);
+    if constexpr (kPlanes) scratch[column] = sum;
+    else write(column, sum);
+  }
+  if constexpr (kPlanes) {
+    constexpr int kParts = 16;  // threads that share a channel
+    __syncthreads();
+    for (int j = thread; j < block_channels * kParts; j += threads) {
+      const int part = j % kParts;
+      Sums* const columns = scratch + j / kParts * length + part;
+      if (part < length) *columns = sum_of(columns, length - part, kParts);
+    }
+    __syncthreads();
+    for (int j = thread; j < block_channels; j += threads) write(j, sum_of(scratch + j * length, length < kParts ? length : kParts, 1));
   }
 }
 
-// Rows of C: threadIdx.x is a pack of channels, threadIdx.y and blockIdx.y share the rows.
-template <typename E, int P>
+// Rows: threadIdx.x is a pack of columns, threadIdx.y and blockIdx.y share the rows.
+template <typename E, int P, bool kPlanes>
 __global__ void __launch_bounds__(kThreads) row_sums_kernel(const E* __restrict__ x, RowShape shape,
                                                             double* __restrict__ partial, double* __restrict__ count) {
   using T = Compute<E>;
-  __shared__ double scratch[2 * kThreads * P];
+  __shared__ Sums scratch[kThreads * P];
   const int64_t pack = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
   int64_t row = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
   Running running[P];
   double n = 0;
+  const auto add_rows = [&](auto rows) {
+    constexpr int K = decltype(rows)::value;
+    PackedWords<E, P> in[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) in[k] = load_pack<E, P>(x, (row + k * step) * shape.packs + pack);
+    const double share = K * reciprocal(n + K);
+#pragma unroll
+    for (int c = 0; c < P; ++c) {
+      T v[K];
+#pragma unroll
+      for (int k = 0; k < K; ++k) v[k] = in[k][c];
+      running[c].add(v, n, share);
+    }
+    n += K;
+    row += K * step;
+  };
   if (pack < shape.packs) {
-    for (; row + (kGroup - 1) * step < shape.rows; row += kGroup * step) {
-      Pack<E, P> in[kGroup];
-#pragma unroll
-      for (int k = 0; k < kGroup; ++k) in[k] = load_pack<E, P>(x, (row + k * step) * shape.packs + pack);
-      const double share = kGroup * reciprocal(n + kGroup);
-#pragma unroll
-      for (int c = 0; c < P; ++c) {
-        T v[kGroup];
-#pragma unroll
-        for (int k = 0; k < kGroup; ++k) v[k] = static_cast<T>(in[k].value[c]);
-        running[c].add(v, n, share);
-      }
-      n += kGroup;
-    }
-    for (; row < shape.rows; row += step) {
-      const Pack<E, P> in = load_pack<E, P>(x, row * shape.packs + pack);
-      const double share = reciprocal(n + 1);
-#pragma unroll
-      for (int c = 0; c < P; ++c) {
-        const T v[1] = {static_cast<T>(in.value[c])};
-        running[c].add(v, n, share);
-      }
-      n += 1;
-    }
+    constexpr int kRows = kSumRows<P>;
+    while (row + (kRows - 1) * step < shape.rows) add_rows(std::integral_constant<int, kRows>{});
+    if (kRows > 4 && row + 3 * step < shape.rows) add_rows(std::integral_constant<int, 4>{});
+    while (row < shape.rows) add_rows(std::integral_constant<int, 1>{});
   }
   Sums sums[P];
 #pragma unroll
   for (int c = 0; c < P; ++c) sums[c] = running[c].sums(n);
-  write_columns<P>(sums, scratch, shape.packs * P, partial);
+  write_columns<kPlanes>(sums, scratch, shape, partial, [](int64_t, const Sums& sum) { return sum; });
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && threadIdx.y == 0)
-    *count = static_cast<double>(shape.rows);
+    *count = static_cast<double>(shape.rows * (kPlanes ? shape.length : 1));
 }
 
-template <typename E, int P>
-__global__ void __launch_bounds__(kThreads)
+template <typename E, int P, bool kPlanes>
+__global__ void __launch_bounds__(kThreads, P == 8 ? 2 : P == 4 && sizeof(E) == 4 ? 4 : 1)
     row_gradient_sums_kernel(const E* __restrict__ grad, const E* __restrict__ x, RowShape shape,
                              ChannelVectors vectors, bool relu, double* __restrict__ partial) {
   using T = Compute<E>;
-  constexpr int kRows = 2;  // in flight: two operands
-  __shared__ double scratch[2 * kThreads * P];
+  __shared__ Sums scratch[kThreads * P];
   const int64_t pack = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
   int64_t row = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
   Sums sums[P] = {};
-  if (pack < shape.packs) {
-    Affine<T> affine[P];
-    vectors.affine_of(pack * P, affine);
-    for (; row < shape.rows; row += kRows * step) {
-      Pack<E, P> g_in[kRows] = {}, x_in[kRows] = {};
+  Affine<T> affine[P];
+  load_columns<kPlanes>(shape, affine, [&](int64_t c, auto& out) { vectors.affine_of(c, out); });
+  const auto add_rows = [&](auto rows) {
+    constexpr int K = decltype(rows)::value;
+    PackedWords<E, P> g_in[K], x_in[K];
 #pragma unroll
-      for (int k = 0; k < kRows; ++k)
-        if (row + k * step < shape.rows) {
-          g_in[k] = load_pack<E, P>(grad, (row + k * step) * shape.packs + pack);
-          x_in[k] = load_pack<E, P>(x, (row + k * step) * shape.packs + pack);
-        }
-#pragma unroll
-      for (int c = 0; c < P; ++c) {
-        T total = 0, products = 0;
-#pragma unroll
-        for (int k = 0; k < kRows; ++k) {  // a row past the end has gradient 0
-          const T d = static_cast<T>(x_in[k].value[c]) - affine[c].center;
-          const T g = masked<E>(static_cast<T>(g_in[k].value[c]), d, affine[c].scale, affine[c].shift, relu);
-          total += g;
-          products += g * d;
-        }
-        sums[c].total += static_cast<double>(total);
-        sums[c].of_squares += static_cast<double>(products);
-      }
+    for (int k = 0; k < K; ++k) {
+      g_in[k] = load_pack<E, P>(grad, (row + k * step) * shape.packs + pack);
+      x_in[k] = load_pack<E, P>(x, (row + k * step) * shape.packs + pack);
     }
 #pragma unroll
-    for (int c = 0; c < P; ++c)
-      sums[c].of_squares -= (vectors.mean[pack * P + c] - static_cast<double>(affine[c].center)) * sums[c].total;
+    for (int c = 0; c < P; ++c) {
+      T total = 0, products = 0;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const T d = x_in[k][c] - affine[c].center;
+        const T g = masked<E>(g_in[k][c], d, affine[c].scale, affine[c].shift, relu);
+        total += g;
+        products += g * d;
+      }
+      sums[c].total += static_cast<double>(total);
+      sums[c].of_squares += static_cast<double>(products);
+    }
+    row += K * step;
+  };
+  if (pack < shape.packs) {
+    constexpr int kRows = kSumRows<P> / 2;  // two operands
+    while (row + (kRows - 1) * step < shape.rows) add_rows(std::integral_constant<int, kRows>{});
+    while (row < shape.rows) add_rows(std::integral_constant<int, 1>{});
   }
-  write_columns<P>(sums, scratch, shape.packs * P, partial);
+  write_columns<kPlanes>(sums, scratch, shape, partial, [&](int64_t channel, const Sums& sum) {
+    const double mean = vectors.mean[channel], rounded = static_cast<double>(static_cast<T>(mean));
+    return Sums{sum.total, sum.of_squares - (mean - rounded) * sum.total};
+  });
 }
 
 // out[j] = the sum over `splits` of partial[s][j]; threadIdx.x is j, threadIdx.y shares the splits.

@@ -28,8 +28,8 @@ struct alignas(sizeof(T) * N) Pack {
 
 // Stores of 16 bytes, or one of fewer. (An assignment comes apart into its elements where the compiler cannot see that
 // the address is aligned.)
-template <typename T, int N>
-__device__ __forceinline__ void store(Pack<T, N>* p, const Pack<T, N>& value) {
+template <typename V>
+__device__ __forceinline__ void store(V* p, const V& value) {
   constexpr size_t kBytes = std::min<size_t>(sizeof(value), 16), kStores = sizeof(value) / kBytes;
   using Word = std::conditional_t<
       kBytes == 16, uint4,
@@ -39,6 +39,65 @@ __device__ __forceinline__ void store(Pack<T, N>* p, const Pack<T, N>& value) {
 #pragma unroll
   for (size_t i = 0; i < kStores; ++i) __stwb(reinterpret_cast<Word*>(p) + i, words[i]);
 }
+
+// A pack that stays in registers as it lies in memory, two elements of 16 bits in each. (Those of an array would have a register
+// each, and an instruction more to get there.)
+template <typename T, int N>
+struct alignas(sizeof(T) * N) PackedWords {
+  static constexpr bool kPairs = sizeof(T) == 2 && N % 2 == 0;
+  std::conditional_t<kPairs, unsigned, T> words[kPairs ? N / 2 : N];
+
+  PackedWords() = default;
+
+  // Of values in what is computed in.
+  __device__ __forceinline__ explicit PackedWords(const Compute<T> (&values)[N]) {
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int i = 0; i < N; i += 2) words[i / 2] = pair(values[i], values[i + 1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) words[i] = static_cast<T>(values[i]);
+    }
+  }
+
+  __device__ __forceinline__ Compute<T> operator[](int i) const {
+    if constexpr (kPairs) return i % 2 == 0 ? low(words[i / 2]) : high(words[i / 2]);
+    else return static_cast<Compute<T>>(words[i]);
+  }
+
+ private:
+  static constexpr bool kHalf = std::is_same_v<T, Half>;
+
+  template <typename To, typename From>
+  static __device__ __forceinline__ To bits_as(const From& from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    memcpy(&to, &from, sizeof(to));
+    return to;
+  }
+  static __device__ __forceinline__ float low(unsigned word) {
+#ifdef __CUDA_ARCH__
+    if constexpr (kHalf) return __low2float(bits_as<__half2>(word));
+#endif
+    if constexpr (kHalf) return static_cast<float>(bits_as<Half>(static_cast<unsigned short>(word)));
+    return bits_as<float>(word << 16);
+  }
+  static __device__ __forceinline__ float high(unsigned word) {
+#ifdef __CUDA_ARCH__
+    if constexpr (kHalf) return __high2float(bits_as<__half2>(word));
+#endif
+    if constexpr (kHalf) return static_cast<float>(bits_as<Half>(static_cast<unsigned short>(word >> 16)));
+    return bits_as<float>(word & 0xffff0000u);
+  }
+  static __device__ __forceinline__ unsigned pair(float low, float high) {
+#ifdef __CUDA_ARCH__
+    if constexpr (kHalf) return bits_as<unsigned>(__floats2half2_rn(low, high));
+    else return bits_as<unsigned>(__floats2bfloat162_rn(low, high));
+#else
+    return bits_as<unsigned short>(T(low)) | static_cast<unsigned>(bits_as<unsigned short>(T(high))) << 16;
+#endif
+  }
+};
 
 template <typename T>
 constexpr int kPackSize = 16 / sizeof(T);

@@ -150,6 +150,7 @@ def steps(results: Path, dry: bool = False) -> list[Step]:
         table("op table", 0.0, "ops", f"ops_{device}.json", "--missing", *rows,
               reads=(*KERNELS, "apexfx/optimizers", *(f"benchmarks/op{name}.py" for name in
                                                       ("_row", "s_norm", "s_batch_norm", "s_optimizers")))),
+        table("composites", 0.0, "composites", f"composites_{device}.json", reads=package),
         tests("compiled steps", "compiled_steps", "apexfx"),
         table("end to end", 0.0, "amp", f"amp_{device}.json", "--optimizers", "fused", *models, reads=("csrc", "apexfx")),
         *sanitizers(device, emulated),

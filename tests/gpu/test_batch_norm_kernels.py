@@ -13,8 +13,10 @@ from apexfx.testing import assert_close
 from tests.ops.test_batch_norm import DTYPES, LAYOUTS, SHAPES, check_kernels, draw
 from tests.ops.test_local_batch_norm import check_same_bits
 
-# Beside the CPU's: several blocks a channel, packs of every size, more than 32 packs of channels.
-DEVICE_SHAPES = (*SHAPES, (16, 3, 64, 64), (8, 6, 14, 14), (64, 520, 7, 7), (2, 1, 3, 70001), (4099, 260), (1, 8, 1, 1))
+# Beside the CPU's: several blocks a channel, packs of every size, more than 32 packs of channels; small planes, of which a pack
+# has two channels, or four, or a channel has many packs, in blocks of one group of whole planes or several, shared by several.
+DEVICE_SHAPES = (*SHAPES, (16, 3, 64, 64), (8, 6, 14, 14), (64, 520, 7, 7), (2, 1, 3, 70001), (4099, 260), (1, 8, 1, 1),
+                 (35, 24, 7, 7), (301, 16, 2), (67, 48, 3, 3), (16, 10, 14, 14), (40, 8, 13, 13), (19, 16, 15, 17))
 
 
 @pytest.fixture(autouse=True)
