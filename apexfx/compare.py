@@ -33,7 +33,7 @@ from .train_step.capture_errors import NotOneGraph
 from .train_step.function import SupervisedObjective
 from .train_step.model import StepModel
 from .train_step.objective import ObjectiveModules
-from .train_step.step import trace_gradients
+from .train_step.step import trace_step_gradients
 from .train_step.wrong_call import Call, shown
 from .transform import source_of
 
@@ -164,7 +164,7 @@ class _Step:
     def trace(self, call: _Call) -> Traced:
         """Return the graph of loss and gradients for a batch."""
         with call.explained():
-            return trace_gradients(self._step, call.batch, call.named, self.config)
+            return trace_step_gradients(self._step, call.batch, call.named, self.config)
 
 
 class _Model:

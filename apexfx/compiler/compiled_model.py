@@ -34,7 +34,7 @@ from ..precision.rules import HALVES
 from ..report.data import Report
 from .buffers_put_back import left_as_it_was
 from .forward_errors import DataDependentError, as_in_eager, name_precision, of_data
-from .graph_breaks import note_breaks, shown
+from .graph_breaks import note_breaks, shown_breaks
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
@@ -268,13 +268,14 @@ class CompiledModel:
         self._checked = True
         captured = len(self.report.graphs) > self._first_graph
         if breaks and captured:
-            note_breaks(self.report, f" {count_text(len(breaks), 'time')}: {shown(breaks)}", loses=self._asks_for_passes(model))
+            note_breaks(self.report, f" {count_text(len(breaks), 'time')}: {shown_breaks(breaks)}",
+                        loses=self._asks_for_passes(model))
         obstacles = untraceable(model)
         if not captured:
             advice = "" if self._in_step else ", and fullgraph=True raises at the place"
             message = "; ".join([
                 f"apexfx: {self._name} ran, but Dynamo captured no graph, so nothing was transformed", *obstacles,
-                shown(breaks) or f"TORCH_LOGS=graph_breaks,recompiles says why{advice}"])
+                shown_breaks(breaks) or f"TORCH_LOGS=graph_breaks,recompiles says why{advice}"])
             if not self._in_step or self._asks_for_passes(model):
                 raise RuntimeError(message)
             self.report.warn(message)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..report.data import Report
 
 
-def shown(breaks: Sequence[str]) -> str:
+def shown_breaks(breaks: Sequence[str]) -> str:
     """Return the first three reasons of breaks, each with its place and how often it came."""
     counts = Counter(breaks)
     return "; ".join(each + (f" ({count} times)" if count > 1 else "") for each, count in list(counts.items())[:3]) \

@@ -18,7 +18,7 @@ from ..compiler.transformed import get_compiled
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement
 from ..distributed.broadcast import broadcast_from_first
-from ..train_step.replicas import check_parameters
+from ..train_step.replicas import check_replicas
 from ..transform import TransformedModule, make_transformed, source_class
 from .arguments import check_arguments, names_of
 from .averaging import AveragingOptions, EagerAveraging
@@ -171,7 +171,7 @@ class DistributedDataParallel(nn.Module):
             broadcast_from_first(self.module.buffers(), self.process_group)
         self._num_forwards += 1
         if self.check_parameters_every and self._num_forwards % self.check_parameters_every == 0:
-            check_parameters(self.module, self.process_group)
+            check_replicas(self.module, self.process_group)
 
     @property
     def _synchronizer(self) -> Any:

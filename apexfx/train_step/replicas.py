@@ -85,7 +85,7 @@ class ReplicaCheck:
             raise self._found
 
 
-def check_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
+def check_replicas(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Compare the parameters of a module over the ranks; every rank must call it.
 
     Raises:

@@ -477,7 +477,7 @@ def _graphs(components: Components, state: TrainingState) -> CallGraphs:
     return StepGraphs(components, state)
 
 
-def trace_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
+def trace_step_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
     """Return the graph of loss and gradients of a step for a batch, by other options, and its inputs; run nothing.
 
     Args:
