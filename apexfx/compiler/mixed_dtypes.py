@@ -37,13 +37,10 @@ def check_mixed(gm: fx.GraphModule) -> None:
             floating = {dtype_of(operand) for operand in node.all_input_nodes} - {None}
             suspects = (torch.float64,) if len(floating) > 1 else ()
             suspects += INTEGERS if floating and rule.family == "matmul" else ()  # which elsewhere are sizes and indices
-            suspect = next((dtype for dtype in suspects if _operands(node, dtype)), None)
+            dtypes = {getattr(value(operand), "dtype", None) for operand in node.all_input_nodes}
+            suspect = next((dtype for dtype in suspects if dtype in dtypes), None)
             if suspect is not None and canonical_name(node.target) not in _PROMOTE:
                 raise RuntimeError(_message(node, suspect))
-
-
-def _operands(node: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
-    return [operand for operand in node.all_input_nodes if getattr(value(operand), "dtype", None) == dtype]
 
 
 def _message(node: fx.Node, suspect: torch.dtype) -> str:

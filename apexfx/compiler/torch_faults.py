@@ -179,17 +179,13 @@ def compares_halves(gm: fx.GraphModule) -> bool:
     Inductor (2.13) computes a half again without rounding it, unless it is told to: then none is, and the gradient is 0 / 0.
     """
     nodes = [node for body in graphs(gm) for node in body.graph.nodes]
-    return any(_is_half(value(node)) for node in nodes) and any(
+    return any(getattr(value(node), "dtype", None) in HALVES for node in nodes) and any(
         node.op in ("call_function", "call_method") and _takes_maximum(node) for node in nodes)
 
 
 def _takes_maximum(node: fx.Node) -> bool:
     name, arguments = canonical_name(node.target), (*node.args, *node.kwargs.values())
     return name in _MAXIMA or "norm" in name and any(each in (math.inf, -math.inf) for each in arguments)
-
-
-def _is_half(val: Any) -> bool:
-    return isinstance(val, torch.Tensor) and val.dtype in HALVES
 
 
 def resolve_negated_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any],

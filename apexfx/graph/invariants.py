@@ -62,13 +62,9 @@ def _wait_problem(node: fx.Node) -> str | None:
 def _check_values(gm: fx.GraphModule, pass_name: str) -> None:
     mode = fake_mode(gm.graph)
     for node in gm.graph.nodes:
-        if node.op != "call_function" or namespace(node) not in _REMAKABLE or _mutates(node):
+        if node.op != "call_function" or namespace(node) not in _REMAKABLE or node.target._schema.is_mutable:
             continue
         again = evaluate(node, mode)
         if signature(again) != signature(value(node)):
             raise PassError(pass_name, f"meta['val'] says {signature(value(node))}, running the op gives "
                                        f"{signature(again)}; call apexfx.graph.refake after the edit", node)
-
-
-def _mutates(node: fx.Node) -> bool:
-    return node.target._schema.is_mutable

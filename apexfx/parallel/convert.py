@@ -53,7 +53,7 @@ def _convert(module: Any, process_group: dist.ProcessGroup | None, channel_last:
     if type(module) is not SyncBatchNorm:
         module.__class__, module.fuse_relu = SyncBatchNorm, False
     module._specify_process_group(process_group or module.__dict__.get("process_group"))
-    module._specify_channel_last(channel_last)
+    module.channel_last = channel_last
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:

@@ -59,7 +59,7 @@ class SyncBatchNorm(BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._specify_process_group(process_group)
-        self._specify_channel_last(channel_last)
+        self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
     def _specify_process_group(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -67,9 +67,6 @@ class SyncBatchNorm(BatchNorm):
             raise TypeError(f"apexfx: process_group={process_group!r} was given, expected a torch.distributed.ProcessGroup of "
                             "which this rank is a member, or None for all ranks")
         self.process_group = process_group
-
-    def _specify_channel_last(self, channel_last: bool) -> None:
-        self.channel_last = channel_last
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
