@@ -272,6 +272,7 @@ def compile_units(units: list[Unit], jobs: int | None = None) -> None:
             return f"{done.stdout}{done.stderr}\n{Path(unit.command[0]).name} failed on {unit.command[-3]}"
         log.write_text(unit.log[-1])
         stamp.write_text(text)
+        print(f"apexfx: compiled {unit.command[-3]}", file=sys.stderr, flush=True)
         return None
 
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:

@@ -1,4 +1,4 @@
-"""What a first call is doing, on stderr once it takes longer than ten seconds: in a terminal one line that is rewritten, else a
+"""What a first call is doing, on stderr once it takes longer than five seconds: in a terminal one line that is rewritten, else a
 line a stage. APEXFX_PROGRESS=0 leaves it out.
 """
 
@@ -16,7 +16,7 @@ from torch import fx
 
 from ..graph.printing import count_text
 
-SECONDS = 10.0  # without a line
+SECONDS = 5.0  # without a line
 
 
 class Progress:
@@ -77,8 +77,8 @@ class Progress:
         if sys.stderr.isatty():
             print(f"\r\x1b[2K{self._line()}", end="", file=sys.stderr, flush=True)
         else:
-            for line in self._untold:
-                print(line, file=sys.stderr, flush=True)
+            sys.stderr.write("".join(f"{line}\n" for line in self._untold))  # at once: other ranks write there, too
+            sys.stderr.flush()
         self._untold.clear()
 
 

@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "APEXFX_EXT": "0: build no compiled op, and load none",
     "APEXFX_CUDA": "build the CUDA ops: auto (default), 0 never, 1 always",
     "APEXFX_STRICT": "1: a library that cannot be built is an error",
-    "APEXFX_PROGRESS": "0: no line on stderr where a first call takes longer than ten seconds",
+    "APEXFX_PROGRESS": "0: no line on stderr where a first call takes longer than five seconds",
     "TORCH_CUDA_ARCH_LIST": "what the CUDA ops are compiled for, as 8.0;9.0+PTX",
     "CXX": "the C++ compiler of the build",
     "CXXFLAGS": "more flags for it",

@@ -1,4 +1,4 @@
-"""What a first call says on stderr: nothing in ten seconds, then a line, in a terminal as in a log."""
+"""What a first call says on stderr: nothing in five seconds, then a line, in a terminal as in a log."""
 
 from __future__ import annotations
 
