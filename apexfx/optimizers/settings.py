@@ -20,7 +20,7 @@ def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collect
     Args:
         changing: the options of each group that are left out, as learning rates are.
     """
-    if not _reads_groups_alone(optimizer):
+    if not reads_groups_alone(optimizer):
         yield from (((None, name), value) for name, value in attributes_of(optimizer).items())
         yield from (((None, f"params.{name}"), value) for group in optimizer.param_groups for p in group["params"]
                     for name, value in attributes_of_parameter(optimizer, p).items())
@@ -37,10 +37,11 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def attributes_of_parameter(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Any]:
     """Return what a program has set on a parameter, and the steps of an optimizer may read."""
-    return attributes_of_program(p) if vars(p) and not _reads_groups_alone(optimizer) else {}
+    return attributes_of_program(p) if vars(p) and not reads_groups_alone(optimizer) else {}
 
 
-def _reads_groups_alone(optimizer: torch.optim.Optimizer) -> bool:
+def reads_groups_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is of a class of torch's or ours, whose steps read nothing else beside their state."""
     return type(optimizer).__module__.startswith(("torch.optim.", "apexfx."))
 
 

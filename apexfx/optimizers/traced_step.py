@@ -39,7 +39,7 @@ from .._torch import (
 from ..random_state import forked_random, places_in_random
 from .layout import WHOLE, Layout, Ranks
 from .over_ranks import share_matrices
-from .settings import attributes_of, attributes_of_parameter, comparable_value, settings_of
+from .settings import attributes_of, attributes_of_parameter, comparable_value, reads_groups_alone, settings_of
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_for_ids, asked_of_numbers
 from .update import kind_of, unlike_state
 
@@ -371,7 +371,7 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
             try:
                 key = dtype, p.shape, p.stride(), p.device, *map(_frozen, (group, attributes, of_p))
                 if key not in makers:
-                    makers[key] = _maker_of(step, p)
+                    makers[key] = _maker_of(step, p, of_torch=reads_groups_alone(optimizer))
                 made = makers[key](p)
             except Exception as error:
                 raise NotTraceable(_reason(error)) from error
@@ -398,8 +398,11 @@ def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, An
     return [p, *tree_leaves(held), torch.cuda.get_rng_state(p.device) if p.is_cuda else torch.get_rng_state()]
 
 
-def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like: Tensor) -> _Make:
+def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like: Tensor, *, of_torch: bool) -> _Make:
     """Return what makes the state of parameters like one, by what a first step does to two of other values.
+
+    Args:
+        of_torch: what both have in common every parameter has; else that may be by chance, unless it is zeros.
 
     Raises:
         NotTraceable: a first step does not what a step on that state would do.
@@ -411,9 +414,9 @@ def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like:
 
     ramp = torch.linspace(-1, 1, like.numel(), device=like.device).reshape(like.shape)
     one, other, grad = (torch.empty_like(like).copy_(each) for each in (
-        ramp.where(ramp > 0.5, 0.25), ramp.where(ramp < 0.5, 0.0), ramp))
+        ramp.where(ramp > 0.5, 0.25), 4 * ramp.where(ramp < 0.5, 0.0), ramp))
     (of_one, tree), (of_other, tree_of_other) = tree_flatten(first_of(one)), tree_flatten(first_of(other))
-    leaves = [_leaf_maker(*pair, one, other) for pair in zip(of_one, of_other)] if tree == tree_of_other else [None]
+    leaves = [_leaf_maker(*pair, one, other, of_torch) for pair in zip(of_one, of_other)] if tree == tree_of_other else [None]
     make = first_of if None in leaves else lambda p: tree_unflatten([leaf(p) for leaf in leaves], tree)
     expected = step(other, grad, {})
     for makes in (make, lambda p: tree_map(_zeros, make(p))):
@@ -423,14 +426,14 @@ def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like:
     raise NotTraceable("has a first step of its own, which makes its state")
 
 
-def _leaf_maker(a: Any, b: Any, one: Tensor, other: Tensor) -> Callable[[Tensor], Any] | None:
+def _leaf_maker(a: Any, b: Any, one: Tensor, other: Tensor, of_torch: bool) -> Callable[[Tensor], Any] | None:
     """Return what makes of a parameter what `a` is for `one`, and `b` for `other`: that, or a copy; None for something else."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return (lambda _: a) if _same(a, b) else None
+        return (lambda _: a) if _same(a, b) and (of_torch or not a) else None
     shape, stride = a.shape, a.stride()
     if kind_of(a) != kind_of(b) or stride != b.stride():
         return None
-    if torch.equal(a, b):
+    if torch.equal(a, b) and (of_torch or not a.any()):
         kept = a.flatten()[:1].clone().reshape([1] * a.dim()) if a.numel() and bool((a == a.flatten()[0]).all()) else a
         return lambda _: kept.new_empty_strided(shape, stride).copy_(kept)
     if shape == one.shape and torch.equal(a, one.to(a.dtype)) and torch.equal(b, other.to(a.dtype)):

@@ -515,6 +515,16 @@ class RandomStart(Foreign):
         p.sub_(g * state["projection"], alpha=group["lr"])
 
 
+class OfSizes(Foreign):
+    """Keeps what a parameter was like before the first step: of several that is the same."""
+
+    def init(self, p, state):
+        state["largest"], state["rate"] = p.abs().max(), 2.0 if p.norm() > 1 else 1.0
+
+    def update(self, p, g, state, group):
+        p.sub_(g * state["largest"], alpha=group["lr"] * state["rate"])
+
+
 class OfDepth(Foreign):
     """Counts in a dictionary of a dictionary."""
 

@@ -29,7 +29,8 @@ CASES = [
     *((kind, {}, {"weight_decay": 0.0}) for kind in (
         foreign.Lion, foreign.Signum, foreign.LARS, foreign.KellersMuon, foreign.Shampoo, foreign.Clipped, foreign.OfParameter,
         foreign.Sophia, foreign.AdaBelief, foreign.Lookahead, foreign.Adafactor, foreign.Tiger, foreign.Masked, foreign.OneVector,
-        foreign.Previous, foreign.Nested, foreign.OfAllNorms, foreign.Foreach, foreign.Cautious, foreign.OfAttributes)),
+        foreign.Previous, foreign.Nested, foreign.OfAllNorms, foreign.Foreach, foreign.Cautious, foreign.OfAttributes,
+        foreign.OfSizes)),
 ]
 
 
