@@ -100,12 +100,14 @@ def check_state(named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], options: StepOptions, scale_mode: float | str | None,
-                    report: Report, half: torch.dtype | None = None, scheduled: Collection[Option] = ()) -> str:
+                    report: Report, half: torch.dtype | None = None, scheduled: Collection[Option] = (), *,
+                    of_rows: bool) -> str:
     """Return why the optimizer updates outside of the graph, which the report says, too; "" where it does not.
 
     Args:
         half: what float32 parameters are about to be cast to; None where that is done, or not asked for.
         scheduled: what changes from step to step, besides the learning rate.
+        of_rows: whether each rank updates its rows of the parameters.
 
     Raises:
         ValueError: it does not go with the options of the step.
@@ -132,6 +134,9 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
     if torch.__version__ < (2, 14) and on_cpu.intersection(HALVES) \
             and any(type(each) is torch.optim.SGD and each.defaults["fused"] for each in optimizers):
         raise ValueError("apexfx: SGD(fused=True) of torch 2.13 updates half parameters wrongly on the CPU; leave fused out")
+    if outside and of_rows:
+        raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph ({outside}), and {_OF_ROWS} updates inside of "
+                         "it alone; use another optimizer")
     if outside:
         waits = "; each step waits for the device, to know whether it is skipped" if may_skip else ""
         where = f"{optimizers.name} updates outside of the graph, by its own step(): {outside}"
@@ -161,13 +166,6 @@ def check_by_element(optimizers: OptimizerList, parts: Sequence[Part]) -> None:
     if whole := [type(each).__name__ for each in optimizers if type(each) not in _OVER_ROWS]:
         raise ValueError(f"apexfx: {whole[0]} was given, and {_OF_ROWS} has "
                          f"{', '.join(each.__name__ for each in _OVER_ROWS)} alone; use one of them")
-
-
-def check_update_of_rows(optimizers: OptimizerList, outside: str) -> None:
-    """Refuse optimizers that update outside of the graph, of which `outside` is the reason."""
-    if outside:
-        raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph ({outside}), and {_OF_ROWS} updates inside of "
-                         "it alone; use another optimizer")
 
 
 def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList, groups: Groups,

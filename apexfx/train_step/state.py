@@ -24,7 +24,7 @@ from .components import Components
 from .hyperparameters import cycled, schedulable_options
 from .mean import StepMean
 from .optimizer_state import OptimizerState
-from .parameters import check_optimizer, check_state, check_update_of_rows, trained_parameters
+from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import in_order
 from .slots import Row, slots_of
 from .structure import Structure
@@ -86,9 +86,8 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
     scheduled = (scheduled | cycled(optimizers)) & schedulable.keys()
     names = names_of_parameters(components)
     optimizers.check_held(names)
-    outside = check_optimizer(optimizers, trained, options, components.scales, components.report, scheduled=scheduled)
-    if components.rows_over is not None:
-        check_update_of_rows(optimizers, outside)
+    outside = check_optimizer(optimizers, trained, options, components.scales, components.report, scheduled=scheduled,
+                              of_rows=components.rows_over is not None)
     state = None
     if not outside:
         # Before numbers that parameters share are taken apart.

@@ -37,7 +37,7 @@ from .model import StepModel, check_modules, check_traceable
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
-from .parameters import check_optimizer, check_update_of_rows, set_up_step, trained_parameters
+from .parameters import check_optimizer, set_up_step, trained_parameters
 from .parts import in_order
 from .parts.average import averaged_model
 from .parts.loss_scale import SkipsTeller
@@ -93,9 +93,8 @@ class TrainStep:
             sharded.check(model, trained, optimizers, options)
         if (sharded_update := _sharded_update(options, groups, optimizers, trained)) is not None:
             slots.layout = optimizers.layout = sharded_update
-        self._outside = check_optimizer(optimizers, trained, options, scales, report, casts_to)
-        if sharded is not None or sharded_update is not None:
-            check_update_of_rows(optimizers, self._outside)
+        self._outside = check_optimizer(optimizers, trained, options, scales, report, casts_to,
+                                        of_rows=sharded is not None or sharded_update is not None)
         self._note_ranks_apart(options)
         # From here on, things change.
         if device.type == "cpu":
