@@ -38,6 +38,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as aot_checkpoints
@@ -325,6 +326,17 @@ def _write_by_numbers(trace: Callable[..., Any]) -> Callable[..., Any]:
     return trace_write
 
 
+def _in_ours(install: Callable[..., None]) -> Callable[..., None]:
+    """Return what installs a guard of an object's `__dict__` in graphs of ours: Dynamo (2.13) has none."""
+    @functools.wraps(install)
+    def install_guard(self: ConstDictVariable, *args: Any) -> None:
+        translator = current_translator()
+        if translator is not None and _is_ours(innermost_backend(translator.output.compiler_fn)):
+            install(self, *args)
+
+    return install_guard
+
+
 def _compare_sizes(op: Callable[[Any, Any], bool]) -> Callable[..., VariableTracker]:
     """Return what traces `is`, or `is not`, of what a size makes: a guard holds it, where the other is of its type."""
 
@@ -422,6 +434,8 @@ for function in in_graphs:
     torch.compiler.allow_in_graph(function)
 BuiltinVariable._handle_insert_op_in_graph = _read_by_numbers(BuiltinVariable._handle_insert_op_in_graph)
 BuiltinVariable.call_function_handler_cache.clear()  # it holds what was there before
+for name in ("install_dict_keys_match_guard", "install_dict_contains_guard"):
+    setattr(DunderDictVariable, name, _in_ours(getattr(ConstDictVariable, name)))
 TensorVariable.method___setitem__ = _write_by_numbers(TensorVariable.method___setitem__)
 for op in (operator.is_, operator.is_not):  # in front of what takes every constant for None
     BuiltinVariable._binop_handlers()[op][:0] = [(types, _compare_sizes(op)) for types in (
