@@ -47,6 +47,7 @@ class OptimizerState:
         self._elements = [tensor for each in optimizers for held in each.state.values() if isinstance(held, dict)
                           for tensor in held.values() if isinstance(tensor, Tensor) and not tensor.dim()]
         self._where = self._where_now()
+        self.set_hyperparameters()
         self.note_run()
 
     def set_hyperparameters(self) -> None:

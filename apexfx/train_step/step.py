@@ -295,7 +295,7 @@ class TrainStep:
 
     @property
     def skipped(self) -> int:
-        """How many steps changed nothing because a gradient was not finite; waits for the device."""
+        """How many steps changed nothing, because a gradient was not finite or a spike; waits for the device."""
         return int(self._components.skips[0]) if self._components.may_skip else 0
 
     @property

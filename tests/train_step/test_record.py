@@ -280,6 +280,17 @@ def test_a_bundle_of_a_model_that_was_changed_since_says_so(tmp_path):
     assert [as_recorded for _, as_recorded in replays] == [True, False]
 
 
+def test_a_bundle_has_the_rates_of_a_call_after_which_parameters_are_counted_apart(tmp_path):
+    model, x = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), torch.ones(2, 3)
+    step = apexfx.train_step(model, objective=lambda m, x: m[0](x).square().mean(), inner="eager", opt_level="O0", safeguard=True,
+                             optimizer=torch.optim.AdamW(model.parameters(), lr=0.25))
+    step(x)
+    step.record(tmp_path / "bundle")
+    nodes = json.loads((tmp_path / "bundle/bundle.json").read_text())["graph"]["nodes"]
+    names = [node.get("apexfx_name") for node in nodes if node["op"] == "placeholder"]
+    assert torch.load(tmp_path / "bundle/tensors.pt")["inputs"][names.index("lr_0")] == 0.25
+
+
 @pytest.mark.long
 @table(1, "accumulate", [1, 2])
 def test_a_flush_records_the_call_before_it(accumulate, tmp_path):

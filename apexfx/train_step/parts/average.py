@@ -43,8 +43,9 @@ class EMA(Part):
     @classmethod
     def checked(cls, option: Any) -> EMA | None:
         """Return what `train_step` was given, if it is one, or None."""
-        if option is not None and not isinstance(option, cls):
-            raise TypeError(f"apexfx: ema={option!r} was given, expected an apexfx.EMA, as apexfx.EMA(decay=0.999), or None")
+        if option is not None and type(option) is not cls:
+            raise TypeError(f"apexfx: ema={option!r} was given, expected an apexfx.EMA, as apexfx.EMA(decay=0.999), or None; an "
+                            "average of your own is a part, parts=[...]")
         return option
 
     def slots(self) -> Sequence[Slot]:
