@@ -24,14 +24,19 @@ class SlowWork(dist._Work):
         super().__init__()
         self._tensors = tensors
         self._done = threading.Event()
+        self._error: BaseException | None = None
         self._future: torch.futures.Future = torch.futures.Future()
 
-    def finish(self) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
+        self._error = error
         self._done.set()
         self._future.set_result(self._tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        return self._done.wait()
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return True
 
     def is_completed(self) -> bool:
         return self._done.is_set()
@@ -57,14 +62,18 @@ class SlowLink(dist.ProcessGroup):
         self._queue: queue.Queue[tuple[SlowWork, int, Callable[[], None]]] = queue.Queue()
         threading.Thread(target=self._serve, daemon=True).start()
 
+    @torch.no_grad()
     def _serve(self) -> None:
         while True:
             work, num_bytes, copy = self._queue.get()
-            start = time.perf_counter()
-            copy()
+            start, error = time.perf_counter(), None
+            try:
+                copy()
+            except RuntimeError as raised:  # or the rank would wait for ever
+                error = raised
             time.sleep(max(0.0, start + self.latency_s + num_bytes / self.bytes_per_s - time.perf_counter()))
             self.busy.append((start, time.perf_counter()))
-            work.finish()
+            work.finish(error)
 
     def _send(self, tensors: list[torch.Tensor], whole: list[torch.Tensor] | None = None,
               copy: Callable[[], None] = lambda: None) -> SlowWork:
@@ -166,4 +175,16 @@ def connect(bytes_per_s: float, latency_s: float = 200e-6, num_ranks: int = 1) -
     name = "slow" if num_ranks == 1 else "fake"  # of which nobody asks the other ranks anything
     dist.Backend.register_backend(name, create, devices=["cpu"])
     dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=num_ranks)
+    if not _FUNCTIONAL:
+        _FUNCTIONAL.append(torch.library.Library("_c10d_functional", "IMPL"))
+        _FUNCTIONAL[0].impl("all_gather_into_tensor_out", _gather_out, "CPU")  # of which a process group in Python is not asked
     return links[0]
+
+
+_FUNCTIONAL: list[torch.library.Library] = []
+
+
+def _gather_out(given: torch.Tensor, _size: int, group_name: str, *, out: torch.Tensor) -> torch.Tensor:
+    work = dist.distributed_c10d._resolve_process_group(group_name).all_gather_single(out, given)
+    torch._C._distributed_c10d._register_work(out, work)
+    return out
