@@ -99,10 +99,9 @@ class TraceableBatchNorm:
             if not group or input.numel() != input.size(1):
                 return original(self, input)  # stays a batch norm node, for the pass to rewrite and report
         self._check_input_dim(input)
-        tracked = self.num_batches_tracked
-        if self.training and tracked is not None:
+        tracked, updates = self.num_batches_tracked, self.training and self.track_running_stats
+        if updates and tracked is not None:
             tracked.add_(1)
-        updates = self.training and self.track_running_stats
         return sync_batch_norm(
             input, self.weight, self.bias, self.running_mean if updates else None, self.running_var if updates else None,
             num_batches_tracked=tracked if updates else None, momentum=self.momentum, eps=self.eps,
