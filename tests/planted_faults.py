@@ -161,7 +161,7 @@ FAULTS = (
           "weighted)\n        clear_accumulated(inputs.gradient_sums, inputs.means)\n", "weighted)\n",
           ("tests/distributed/test_train_step.py::test_a_step_is_that_of_torch_ddp",)),
     Fault("a gradient that no call gathered is none", "train_step/function.py",
-          "total.to(p.dtype) if here else None", "total.to(p.dtype)", _CHANGES),
+          "(total if total.dtype == dtype else total.to(dtype)) if here else None", "total.to(dtype)", _CHANGES),
     Fault("what earlier calls have gathered is applied", "train_step/step_graphs.py",
           "here or id(p) in accumulated for", "here for", _MISSING),
     Fault("the loss is that of one of several calls", "train_step/function.py",
