@@ -14,7 +14,8 @@ from tests.tables import day
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or Inductor compiles a probe of the CPU for every new cache
 
 _TESTS = Path(__file__).parent
-_BY_TURNS = ("compat", "distributed", "examples", "fp16_utils", "tools")  # over real ranks, or of what nothing else rests on
+# Over real ranks, or of what nothing else rests on.
+_BY_TURNS = ("compat", "distributed", "examples", "fp16_utils", "observe", "report", "tools")
 
 
 def pytest_addoption(parser) -> None:
