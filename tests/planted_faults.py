@@ -305,8 +305,6 @@ FAULTS = (
     # Of an update that is shared over the ranks.
     Fault("rows are there before the update that is in the backward", "passes/update_early.py",
           "self._waited | copies", "self._waited", _SHARED_UPDATE),
-    Fault("rows are updated behind what reads the parameter", "passes/update_early.py",
-          "readers(tensor.args[0] if aliases(tensor) else tensor)", "readers(tensor)", _SHARED_UPDATE),
     Fault("a gather is behind the last update of its bucket", "passes/gather_updated.py",
           "max(user for rows in members for user in rows.users)", "min(rows for rows in members)", _SHARED_UPDATE),
     Fault("state that was loaded whole becomes rows", "optimizers/update_rules.py",

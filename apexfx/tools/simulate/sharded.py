@@ -7,6 +7,8 @@ gradient, and its parameter, travel alone, without a copy.
 
 A sum is waited for behind the start of the next one, and there its update follows. Where gradients are clipped, all updates wait
 for their norm, a sum of two numbers more; buckets are waited for in front of that.
+
+The exchange of directions by which Muon makes each matrix orthogonal on one rank is not predicted.
 """
 
 from __future__ import annotations
