@@ -54,7 +54,7 @@ class Number:
         return self
 
     def str(self) -> str:
-        return "a number of the graph"
+        raise NotTraceable("has a number of the graph as text")
 
     _graph_repr = str
 

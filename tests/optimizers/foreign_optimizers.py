@@ -483,6 +483,11 @@ class OfOne(Foreign):
         p.sub_(g, alpha=group["lr"] * (3.0 if self.is_one(p, group) else 1.0))
 
 
+class OfText(OfOne):
+    def is_one(self, p, group):
+        return str(group["lr"]) == "0.01"
+
+
 class OfKeys(OfOne):
     def known(self, p):
         return {p: 3.0}

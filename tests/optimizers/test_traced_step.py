@@ -92,6 +92,7 @@ REFUSED = [
     (foreign.OfNone, "keeps in its state what is of no parameter: 'n'"), (foreign.Aliased, "has one tensor in two places"),
     (foreign.OfParameterAlias, "has one tensor in two places"), (foreign.OfPython, "draws random numbers of Python"),
     (foreign.OfOne, r"asks for the id\(\) of a tensor, in foreign_optimizers.py"),
+    (foreign.OfText, "has a number of the graph as text, in foreign_optimizers.py"),
     (foreign.OfKeys, "may use what it keeps beside its state: self.one"),
     (foreign.OfMembers, "may use what a group keeps beside its parameters: 'one'"),
     (foreign.OfObject, "may use what a group keeps beside its parameters: 'rate'"),
