@@ -1,13 +1,40 @@
-"""The numbers of an optimizer's groups: what a schedule may change of them, and what is no number."""
+"""The numbers of an optimizer's groups: how the graph has them, what a schedule may change of them, and what is no number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..optimizers.update import Update
 from ..optimizers.update_rules import Option, schedulable
+
+
+class Hyperparameters:
+    """Learning rates, and what else a schedule changes, as `scalars` of the graph by name: "lr_0" of the first update."""
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self._updates = updates
+        self.scalars = {f"{name}_{place}": torch.zeros((), dtype=update.number_dtype, device=update.params[0].device)
+                        for place, update in enumerate(updates) for name, _ in update.hyperparameters()}
+        self._numbers: dict[str, float] = {}  # of the host, that scalars have now
+        self.read()
+
+    def read(self) -> None:
+        """Read what a scheduler may have changed; each keeps its tensor."""
+        for place, update in enumerate(self._updates):
+            for name, number in update.hyperparameters():
+                scalar = f"{name}_{place}"
+                if isinstance(number, str):
+                    raise _text_for_number(name, number)
+                if isinstance(number, Tensor) and number.device.type != "cpu":
+                    self.scalars[scalar].copy_(number.detach().reshape(()))
+                    self._numbers.pop(scalar, None)
+                elif self._numbers.get(scalar) != (number := float(number)):
+                    self.scalars[scalar].fill_(number)
+                    self._numbers[scalar] = number
 
 
 def cycled(optimizers: Iterable[torch.optim.Optimizer]) -> set[Option]:
@@ -27,8 +54,8 @@ def check_no_text(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for name, value in group.items():
             if isinstance(value, str) and isinstance(optimizer.defaults.get(name), (int, float)):
-                raise text_for_number(name, value)
+                raise _text_for_number(name, value)
 
 
-def text_for_number(name: str, value: str) -> TypeError:
+def _text_for_number(name: str, value: str) -> TypeError:
     return TypeError(f"apexfx: {name} of the optimizer is {value!r} (str), expected a number: float({value!r})")

@@ -1,4 +1,4 @@
-"""The optimizer's side of a training step: its state as tensors of the graph, its hyperparameters as numbers and scalars."""
+"""The optimizer's side of a training step: its state as tensors of the graph, the parts that update it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from .._torch import tensor_version
 from ..optimizers.layout import WHOLE, Layout
 from ..optimizers.update_rules import Labels, Option, TracedUpdate, options_of, updates
-from .hyperparameters import text_for_number
+from .hyperparameters import Hyperparameters
 from .parts.apply_update import ApplyStep, ApplyUpdate
 from .slots import Row
 
@@ -27,7 +27,8 @@ class OptimizerState:
 
     Attributes:
         params: the parameters, in the order of the updates.
-        scalars: the learning rates, scheduled hyperparameters, and the counts of updates, by name.
+        hyperparameters: what a schedule may change of them.
+        scalars: these, and the counts of updates, by name.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], trained: Collection[int], labels: Labels,
@@ -36,33 +37,16 @@ class OptimizerState:
         self.updates = [update for optimizer, each in enumerate(optimizers)
                         for update in updates(each, trained, self.labels, options_of(optimizer, scheduled), layout)]
         self.params = [p for update in self.updates for p in update.params]
-        self.scalars: dict[str, Tensor] = {
-            f"{name}_{place}": torch.zeros((), dtype=update.number_dtype, device=update.params[0].device)
-            for place, update in enumerate(self.updates) for name, _ in update.hyperparameters()}
+        self.hyperparameters = Hyperparameters(self.updates)
         self._counts = {id(count): count for update in self.updates for count, _ in update.counts_of()}
         self._step_names = {count: f"step_{place}" for place, count in enumerate(self._counts)}
-        self.scalars.update((self._step_names[count], step) for count, step in self._counts.items())
-        self._numbers: dict[str, float] = {}  # of the host, that scalars have now
+        self.scalars = {**self.hyperparameters.scalars,
+                        **{self._step_names[count]: step for count, step in self._counts.items()}}
         # The elements of the counts that the optimizers' states hold.
         self._elements = [tensor for each in optimizers for held in each.state.values() if isinstance(held, dict)
                           for tensor in held.values() if isinstance(tensor, Tensor) and not tensor.dim()]
         self._where = self._where_now()
-        self.set_hyperparameters()
         self.note_run()
-
-    def set_hyperparameters(self) -> None:
-        """Read the learning rates, and what else a scheduler may have changed; each keeps its tensor."""
-        for place, update in enumerate(self.updates):
-            for name, number in update.hyperparameters():
-                scalar = f"{name}_{place}"
-                if isinstance(number, str):
-                    raise text_for_number(name, number)
-                if isinstance(number, Tensor) and number.device.type != "cpu":
-                    self.scalars[scalar].copy_(number.detach().reshape(()))
-                    self._numbers.pop(scalar, None)
-                elif self._numbers.get(scalar) != (number := float(number)):
-                    self.scalars[scalar].fill_(number)
-                    self._numbers[scalar] = number
 
     def parts(self) -> Iterator[ApplyUpdate | ApplyStep]:
         """Yield the updates as parts of the end of a step."""

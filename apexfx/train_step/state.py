@@ -166,7 +166,7 @@ class TrainingState:
                 or state is not None and state.was_counted_by_others():
             self._read()
         if self.now.optimizer is not None:
-            self.now.optimizer.set_hyperparameters()
+            self.now.optimizer.hyperparameters.read()
 
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
