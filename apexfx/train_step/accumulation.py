@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from .._torch import local_rows
 from ..config import HALVES
 from .mean import Weighted
 from .step_inputs import StepInputs
@@ -18,6 +19,25 @@ MEANS = f"loss{ACCUMULATED}"  # the name of `StepMean.sums`
 def dtype_of_sum(parameter: Tensor) -> torch.dtype:
     """Return the dtype in which gradients are added: float32 for a half, in which a long sum would stand still."""
     return torch.float32 if parameter.dtype in HALVES else parameter.dtype
+
+
+def share_of(loss: Tensor, weighted: Weighted | None, calls: int) -> Tensor:
+    """Return what a call differentiates: its loss, divided by how many calls make up an update, or as a `Mean` is weighed."""
+    if weighted is not None:
+        return weighted.share
+    return loss / calls if calls > 1 else loss
+
+
+def average_of(params: Sequence[Tensor], gradient_sums: Sequence[Tensor], accumulated: Collection[int],
+               weighted: Weighted | None, num_calls: int, calls: int) -> list[Tensor | None]:
+    """Return the gradients of an update by the shares of `num_calls` calls, which are fewer than `calls`.
+
+    Args:
+        accumulated: ids of the parameters that have one.
+    """
+    factor = calls / num_calls if weighted is None else weighted.earlier
+    return [(local_rows(total) * factor).to(p.dtype) if id(p) in accumulated else None
+            for p, total in zip(params, gradient_sums)]
 
 
 def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],

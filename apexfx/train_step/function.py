@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._torch import tree_map
 from ..compiler.private_code import with_private_code
-from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated
+from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated, share_of
 from .mean import Mean, Weighted, weigh
 from .step_inputs import StepInputs
 
@@ -174,10 +174,7 @@ def compute_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: 
             raise ValueError(f"apexfx: the loss is {loss.dtype}, and what is trained by has to be real: take .abs(), .real or "
                              ".imag in the loss function")
         loss = loss if loss.dtype == torch.float64 else loss.float()
-        if weighted is not None:
-            share = weighted.share
-        else:
-            share = loss / inputs.calls if inputs.calls > 1 else loss
+        share = share_of(loss, weighted, inputs.calls)
         grads = differentiate(share if inputs.scale is None else share * inputs.scale, inputs.params)
     return loss.detach(), tree_map(_detached, tuple(rest)), list(grads), weighted
 

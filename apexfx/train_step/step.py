@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import passes
-from .._torch import local_rows, under_fully_shard
-from ..buckets.eager_reduce import averaged_copies
+from .._torch import under_fully_shard
 from ..compiler.buffers_put_back import KeptBuffers
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
@@ -25,14 +24,12 @@ from ..distributed.agreement import check_alive
 from ..errors import NonFiniteError
 from ..graph.printing import count_text
 from ..host_memory import keep_freed_memory
-from ..ops.apply_gradients import registered
 from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
-from .accumulation import clear_accumulated
 from .bundle_recorder import BundleRecorder
 from .components import CallGraphs, Components
-from .function import apply_gradients
+from .flush import apply_accumulated
 from .model import StepModel, check_modules, check_traceable
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
@@ -47,7 +44,6 @@ from .replicas import replica_check
 from .skipped_steps import SkippedSteps
 from .slots import Slots
 from .state import TrainingState
-from .step_inputs import StepInputs
 from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
 
 if TYPE_CHECKING:
@@ -202,35 +198,9 @@ class TrainStep:
             if not num_calls:
                 return
             state.prepare()
-            state.note_communication()
-            weighted, now = state.mean.of_accumulated(), state.now
-            factor = components.options.accumulate / num_calls if weighted is None else weighted.earlier
-            grads = [(local_rows(b) * factor).to(p.dtype) if id(p) in state.accumulated else None
-                     for p, b in zip(now.params, now.gradient_sums)]
-            if not components.reduces_each_call:
-                grads = averaged_copies(now.names, now.params, grads, components.options.config.buckets,
-                                        components.groups.gradients)
-            if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
-                state.mean.note(weighted and weighted.mean, accumulates=False)
-                state.mean.sums.zero_()
-                state.end_accumulation()
-                if components.safeguard is not None:
-                    components.safeguard.count_accumulated(num_calls)
+            if (applied := apply_accumulated(components, state, num_calls)) is None:
                 return
-            state.note_change()
-            inputs = StepInputs(self.model, self.objective, **state.inputs())
-            if components.sharded is not None:
-                inputs.params = components.sharded.rows(now.params)
-            if (rows := components.sharded_update) is not None:
-                inputs.params = rows.own(now.params, but=now.plan.whole)
-                grads = grads if components.reduces_each_call else rows.own(grads)
-            plan = registered(now.plan.of_calls(num_calls))
-            inputs.plan = plan.text
-            applied = apply_gradients(inputs, grads, weighted and weighted.count)
-            if rows is not None:
-                rows.gather(inputs.params, now.params)
-            clear_accumulated(now.gradient_sums, state.mean.sums)
-            self._note_applied(weighted and weighted.mean, *applied)
+            self._note_applied(*applied)
         self._after_call(updated=True)
 
     def _after_call(self, *, updated: bool) -> None:
