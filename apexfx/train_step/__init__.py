@@ -7,8 +7,9 @@ their own), `step_graphs` (how a call runs it), `step_compiler` (what becomes of
 derivatives in it), `in_pieces` (what cannot be). Beside them: `parameters`, `objective` and `leaves` (what is trained, and what
 is refused besides), `optimizer_list` and `optimizer_state` (what updates, and its tensors), `hyperparameters` and `structure`
 (what a schedule changes, and what makes another graph), `sharded` and `sharded_update` (where each rank has rows), `model`
-(what stands in for modules during a call), `skipped_steps` (where a skip began), `bundle_recorder` (a call that another process
-runs again), `replicas` (whether the ranks still train one model); `capture_errors` and `wrong_call` (what a user is told).
+(what stands in for modules during a call), `last_update` (and where its skip began), `bundle_recorder` (a call that another
+process runs again), `replicas` (whether the ranks still train one model); `capture_errors` and `wrong_call` (what a user is
+told).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..observe import bundle
 from .components import CallGraphs, Components
-from .skipped_steps import SkippedSteps, graph_of
+from .last_update import LastUpdate, graph_of
 from .state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -24,11 +24,11 @@ class BundleRecorder:
     is recorded as if all held what it holds.
 
     Args:
-        components, graphs, state, skipped: of the step.
+        components, graphs, state, last: of the step.
     """
 
-    def __init__(self, components: Components, graphs: CallGraphs, state: TrainingState, skipped: SkippedSteps) -> None:
-        self._graphs, self._state, self._skipped, self._safeguard = graphs, state, skipped, components.safeguard
+    def __init__(self, components: Components, graphs: CallGraphs, state: TrainingState, last: LastUpdate) -> None:
+        self._graphs, self._state, self._last, self._safeguard = graphs, state, last, components.safeguard
         self._device, self._described, self._group = components.device, components.report.config, components.groups.gradients
         self._agreement = components.agreement if self._group is not None else None
         self._fuses = components.options.config.inner != "eager"
@@ -43,11 +43,11 @@ class BundleRecorder:
 
     def record_where_skipped(self) -> None:
         """Write a bundle of the last call, if it was skipped, where the safeguard says so; waits for the device."""
-        call = self._skipped.call
+        call = self._last.call
         if self._folder is None or call is None or call.recorded:
             return
         call.recorded = True  # at most once
-        if not self._skipped.skip > 0:
+        if not self._last.skip > 0:
             return
         try:
             self._write(self._announced_path)
@@ -71,21 +71,21 @@ class BundleRecorder:
             return
         run.compute(communicates=communicates)
         # Of what is not finite, the event says where it began; Inductor's kernels round otherwise, and have other random numbers.
-        if run.event is not None and self._skipped.norm.isfinite() and not self._fuses:
-            run.check_norm(self._skipped.norm)
+        if run.event is not None and self._last.norm.isfinite() and not self._fuses:
+            run.check_norm(self._last.norm)
         run.write(path)
         if run.event is not None:
             log.warning("apexfx: %s; python -m apexfx replay %s runs it again", run.event, path)
 
     def _run_of_last_call(self) -> bundle.Run:
-        call, event = self._skipped.call, None
+        call, event = self._last.call, None
         if call is None or call.batch_has_changed():
             why = "the batch of the last call was written since" if call is not None else \
                 "there is no last call that updates and may be skipped; a step keeps its batch with safeguard= or a loss scale"
             raise RuntimeError(f"apexfx: record() has nothing to record: {why}")
-        if self._safeguard is not None and self._skipped.skip > 0 and (events := self._skipped.events()):
+        if self._safeguard is not None and self._last.skip > 0 and (events := self._last.events()):
             event = str(events[-1])
-        traced, inputs = graph_of(self._graphs, call, scale_factor=self._skipped.scale_factor())
+        traced, inputs = graph_of(self._graphs, call, scale_factor=self._last.scale_factor())
         return bundle.Run(traced.gm, inputs, random=call.random, random_of_device=call.random_of_device, device=self._device,
                           about={"rank": _rank(), "event": event, "options": {
                               name: str(value) for name, value in self._described.items()}})

@@ -30,6 +30,7 @@ from . import checkpoint
 from .bundle_recorder import BundleRecorder
 from .components import CallGraphs, Components
 from .flush import apply_accumulated
+from .last_update import LastUpdate
 from .model import StepModel, check_modules, check_traceable
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
@@ -41,7 +42,6 @@ from .parts.loss_scale import SkipsTeller
 from .parts.norm import SKIPS, Norm
 from .parts.safeguard import LOG, STATE, Event, SafeguardLog
 from .replicas import replica_check
-from .skipped_steps import SkippedSteps
 from .slots import Slots
 from .state import TrainingState
 from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
@@ -108,8 +108,8 @@ class TrainStep:
         self._state = TrainingState(components, buffers)
         self._graphs = _graphs(components, self._state)
         self._replicas = replica_check(options.safeguard, groups, report)
-        self._skipped = SkippedSteps(components, self._graphs, self._state.name_of)
-        self._recorder = BundleRecorder(components, self._graphs, self._state, self._skipped)
+        self._last = LastUpdate(components, self._graphs, self._state.name_of)
+        self._recorder = BundleRecorder(components, self._graphs, self._state, self._last)
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
         """Run one training step; `named` goes to an objective alone.
@@ -140,7 +140,7 @@ class TrainStep:
         with state.all_or_nothing():
             state.prepare(cached=True)
             self._check_autocast()
-            self._skipped.start_call(batch, named)
+            self._last.start_call(batch, named)
             accumulates = state.num_accumulated_calls() + 1 < components.options.accumulate
             if components.agreement is not None and (not accumulates or components.reduces_each_call):
                 components.agreement.begin()
@@ -177,7 +177,7 @@ class TrainStep:
                       gradients: list[Tensor]) -> None:
         self._state.mean.note(mean, accumulates=False)
         self._state.note_applied(skip, present, gradients)
-        self._skipped.finish_call(skip, norm)
+        self._last.finish_call(skip, norm)
 
     def flush(self) -> None:
         """Apply the average of what calls have accumulated since the last update, where they are fewer than `accumulate`.
@@ -192,7 +192,7 @@ class TrainStep:
         components, state = self._components, self._state
         num_calls = state.num_accumulated_calls()
         with state.all_or_nothing(), torch.no_grad():
-            self._skipped.forget_call()
+            self._last.forget_call()
             if components.agreement is not None and (components.groups.gradients or components.groups.shards) is not None:
                 components.agreement.ensure("calls that flush() applies", [f"after call {state.num_calls}", num_calls])
             if not num_calls:
@@ -216,7 +216,7 @@ class TrainStep:
                                  f"last: {self.events[-1]}")
         if self._skips_teller is not None and (skips := self._skips_teller.skips_to_tell()):
             log.warning("apexfx: %d steps in a row were skipped, because a gradient was not finite; the loss scale is %g now. %s",
-                        skips, self.loss_scale, self._skipped.where())
+                        skips, self.loss_scale, self._last.where())
 
     def capture(self, /, *batch: Any, **named: Any) -> Report:
         """Compile the graph that a batch like this one needs, and run nothing: for its report, memory included.
@@ -280,7 +280,7 @@ class TrainStep:
         """
         if self._components.safeguard is None:
             raise RuntimeError("apexfx: step.events are those of a safeguard; make the step with safeguard=True")
-        return self._skipped.events()
+        return self._last.events()
 
     def record(self, path: str | Path) -> None:
         """Write a bundle of the last call, for `python -m apexfx replay`: its graph, and all that the graph runs on.
@@ -313,7 +313,7 @@ class TrainStep:
             raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
                                "nothing")
-        return self._skipped.norm if self._skipped.norm is not None else torch.full((), math.nan, device=components.device)
+        return self._last.norm if self._last.norm is not None else torch.full((), math.nan, device=components.device)
 
     @property
     def mean_loss(self) -> Tensor:
@@ -325,7 +325,7 @@ class TrainStep:
         """
         if (mean := self._state.mean.last) is not None:
             return mean
-        if self._skipped.norm is not None:
+        if self._last.norm is not None:
             raise RuntimeError("apexfx: step.mean_loss is that of a loss that is an apexfx.Mean(total, count), and this step's "
                                "is a scalar, which each call returns")
         return torch.full((), math.nan, dtype=torch.float64, device=self._components.device)
@@ -333,7 +333,7 @@ class TrainStep:
     @property
     def updated(self) -> Tensor:
         """Whether the last call, or `flush()`, updated the parameters, neither accumulated nor skipped: 0-d, bool."""
-        skip = self._skipped.skip
+        skip = self._last.skip
         return skip == 0 if skip is not None else torch.zeros((), dtype=torch.bool, device=self._components.device)
 
     def slot(self, name: str) -> Tensor | dict[str, Tensor]:
@@ -411,8 +411,8 @@ class TrainStep:
         if self._replicas is not None:
             self._replicas.forget()
         self._state.drop_accumulated()
-        self._skipped.forget_call()
-        self._skipped.norm = None
+        self._last.forget_call()
+        self._last.norm = None
 
 
 def _sharded_update(options: StepOptions, groups: Groups, optimizers: OptimizerList,

@@ -1,6 +1,6 @@
-"""The steps that were skipped: which, and where the last one began.
+"""The last update: its call, its norm, whether it was skipped, and where that began.
 
-A step that is skipped changes nothing, so that its graph can be computed once more on copies of what it ran on.
+An update that is skipped changes nothing, so that its graph can be computed once more on copies of what it ran on.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def first_non_finite(graphs: CallGraphs, call: LastCall, *, scale_factor: float,
     return "all is finite op by op: it was a kernel that fuses several, or the model has changed since"
 
 
-class SkippedSteps:
-    """What a step knows of its skips, and of its last call.
+class LastUpdate:
+    """What a step knows of its last update, by a call or `flush()`.
 
     Args:
         components, graphs: of the step.
