@@ -72,8 +72,8 @@ class Components:
 
     @property
     def reduces_each_call(self) -> bool:
-        """Whether each call that accumulates reduces its gradients at once, to rows."""
-        return self.sharded is not None or self.options.shard == "gradients" and self.options.accumulate > 1
+        """Whether each call, one that accumulates too, reduces its gradients at once, to rows."""
+        return self.sharded is not None or self.options.shard == "gradients"
 
     @property
     def num_ranks(self) -> int:

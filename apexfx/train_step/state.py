@@ -170,15 +170,15 @@ class TrainingState:
 
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
-        now, components = self.now, self._components
+        now, components, options = self.now, self._components, self._components.options
         sharded = components.sharded
         params, sums = (now.params, now.gradient_sums) if sharded is None else sharded.wholes(now.params, now.gradient_sums)
         return {"params": params, "dtypes": [p.dtype for p in now.params] if now.gradient_sums else [], "gradient_sums": sums,
                 "accumulated": [id(p) in self.accumulated for p in now.params] if now.gradient_sums else [],
                 "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
-                "slots": now.tensors, "scale": components.scale, "calls": components.options.accumulate,
+                "slots": now.tensors, "scale": components.scale, "calls": options.accumulate,
                 "plan": now.plan.text,
-                "ranks": self._group.size() if components.sharded_update is not None and components.reduces_each_call else 0}
+                "ranks": self._group.size() if options.shard == "gradients" and options.accumulate > 1 else 0}
 
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""

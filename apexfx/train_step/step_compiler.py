@@ -78,6 +78,7 @@ class StepCompiler:
         safeguard: whether a step that is skipped changes nothing at all.
         sharded: the model where it is under `fully_shard`.
         shard: the option of that name.
+        reduces_each_call: as of `Components`.
         traces: keep a graph in place of running it; its nodes say what they are the backward of.
 
     Attributes:
@@ -90,14 +91,14 @@ class StepCompiler:
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
                  on_loss: Callable[..., None], states: Callable[[], Sequence[torch.Tensor]] = tuple,
                  memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
-                 sharded: ShardedModel | None = None, shard: str | None = None, traces: bool = False) -> None:
+                 sharded: ShardedModel | None = None, shard: str | None = None, reduces_each_call: bool = False,
+                 traces: bool = False) -> None:
         self.config = config
         self.report = report
         self.groups = groups
         self.agreement = agreement
         self.index = index
-        self.sharded, self.shard = sharded, shard
-        self.reduces_each_call = sharded is not None or shard == "gradients"  # at once, to rows
+        self.sharded, self.shard, self.reduces_each_call = sharded, shard, reduces_each_call
         self.on_run, self.on_communication, self.on_loss = on_run, on_communication, on_loss
         self.states = states
         self.memory_budget = memory_budget
