@@ -82,7 +82,8 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
     components.slots.check(state, _named(components))
     if is_of_step and state["scaler"].keys() != own["scaler"].keys():
         log.warning("apexfx: the state was saved with %s, and this step has loss_scale=%r: what the state lacks begins anew, "
-                    "and what the step has no use for is dropped", sorted(state["scaler"]) or "no loss scale", components.scales)
+                    "and what the step has no use for is dropped", sorted(state["scaler"]) or "no loss scale",
+                    components.loss_scaling)
     for name in sorted((state.keys() ^ own.keys()) - _ALWAYS - {"objective"}):
         log.warning("apexfx: the state has nothing of %s=, whose tensors begin anew" if name in own else
                     "apexfx: the state has tensors of %s=, which are dropped; make the step with that to go on with them", name)

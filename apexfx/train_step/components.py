@@ -39,7 +39,7 @@ class Components:
     objective_modules: ObjectiveModules
     optimizers: OptimizerList
     options: StepOptions
-    scales: float | str | None  # the loss: "dynamic", a number
+    loss_scaling: float | str | None  # "dynamic", or a number
     slots: Slots
     safeguard: SafeguardLog | None
     report: Report
@@ -58,7 +58,7 @@ class Components:
     @property
     def scale(self) -> Tensor | None:
         """What the loss is multiplied with."""
-        return self.slots[SCALE] if self.scales is not None else None
+        return self.slots[SCALE] if self.loss_scaling is not None else None
 
     @property
     def skips(self) -> Tensor | None:

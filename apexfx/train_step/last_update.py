@@ -176,5 +176,5 @@ class LastUpdate:
 
     def scale_factor(self) -> float:
         """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""
-        overflowed = self._components.scales == "dynamic" and self.skip > 0 and not self.norm.isfinite()
+        overflowed = self._components.loss_scaling == "dynamic" and self.skip > 0 and not self.norm.isfinite()
         return 1 / LossScale.backoff_factor if overflowed else 1.0

@@ -99,7 +99,7 @@ def check_state(named: Sequence[tuple[str, Tensor]]) -> None:
                          "were alone: load_state_dict() copies nothing; give it copy.deepcopy(optimizer.state_dict())")
 
 
-def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], options: StepOptions, scale_mode: float | str | None,
+def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], options: StepOptions, loss_scaling: float | str | None,
                     report: Report, half: torch.dtype | None = None, scheduled: Collection[Option] = (), *,
                     of_rows: bool) -> str:
     """Return why the optimizer updates outside of the graph, which the report says, too; "" where it does not.
@@ -114,7 +114,7 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
         TypeError: a number of it is a text.
     """
     max_grad_norm, _ = optimizers.clipping(options.max_grad_norm)
-    may_skip = scale_mode is not None or options.safeguard is not None
+    may_skip = loss_scaling is not None or options.safeguard is not None
     complex_ones = [p for p in trained if p.is_complex()]
     if complex_ones and (max_grad_norm is not None or may_skip):
         raise ValueError(f"apexfx: {len(complex_ones)} parameters are complex, and gradients of those can be neither clipped "
@@ -124,7 +124,7 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
     outside = optimizers.unsupported_reason(half, scheduled)
     float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and half == torch.float16]
     by_its_step = f"{optimizers.name} updates by its own step()" if outside or optimizers.any_by_its_step(half, scheduled) else ""
-    if float16 and (by_its_step or options.keep_grads) and scale_mode not in (None, 1.0):
+    if float16 and (by_its_step or options.keep_grads) and loss_scaling not in (None, 1.0):
         why = by_its_step or "keep_grads=True was given"
         raise ValueError(
             f"apexfx: {len(float16)} parameters are float16, and so are their gradients. {why}, so they would be unscaled "

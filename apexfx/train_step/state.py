@@ -86,7 +86,7 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
     scheduled = (scheduled | cycled(optimizers)) & schedulable.keys()
     names = names_of_parameters(components)
     optimizers.check_held(names)
-    outside = check_optimizer(optimizers, trained, options, components.scales, components.report, scheduled=scheduled,
+    outside = check_optimizer(optimizers, trained, options, components.loss_scaling, components.report, scheduled=scheduled,
                               of_rows=components.rows_over is not None)
     state = None
     if not outside:
@@ -110,7 +110,7 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
         **{row.name: local_rows(row.tensor) for row in rows},
         **{f"{names[id(p)]}{ACCUMULATED}": total for p, total in zip(params, in_graph)},
         **({MEANS: means} if means is not None else {})})
-    each = in_order(options, components.scales, optimizers.clipping(options.max_grad_norm),
+    each = in_order(options, components.loss_scaling, optimizers.clipping(options.max_grad_norm),
                     state.parts() if state is not None else (),
                     sharded_over=components.rows_over and components.rows_over.group_name)
     plan = registered(Plan(tuple(each), slots_of(rows), options.keep_grads or state is None))

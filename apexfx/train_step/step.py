@@ -81,15 +81,15 @@ class TrainStep:
         in_float16 = config.level.casts and half == torch.float16 or any(p.dtype == torch.float16 for p in trained) \
             or sharded is not None and sharded.in_float16
         device = trained[0].device
-        scales = options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None
-        each = in_order(options, scales, optimizers.clipping(options.max_grad_norm))
+        loss_scaling = options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None
+        each = in_order(options, loss_scaling, optimizers.clipping(options.max_grad_norm))
         slots = Slots([slot for part in each for slot in part.slots()], trained[0])
         safeguard = None if options.safeguard is None else SafeguardLog(options.safeguard, slots[SKIPS], slots[STATE], slots[LOG])
         if sharded is not None:
             sharded.check(model, trained, optimizers, options)
         if (sharded_update := _sharded_update(options, groups, optimizers, trained)) is not None:
             slots.layout = optimizers.layout = sharded_update
-        self._outside = check_optimizer(optimizers, trained, options, scales, report, casts_to,
+        self._outside = check_optimizer(optimizers, trained, options, loss_scaling, report, casts_to,
                                         of_rows=sharded is not None or sharded_update is not None)
         self._note_ranks_apart(options)
         # From here on, things change.
@@ -99,9 +99,9 @@ class TrainStep:
         agreement = set_up_step(model, objective_modules, optimizers, groups, options)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report, sharded)
         self._components = components = Components(
-            model, step_model, objective, objective_modules, optimizers, options, scales, slots, safeguard, report,
+            model, step_model, objective, objective_modules, optimizers, options, loss_scaling, slots, safeguard, report,
             ModelIndex(lambda: model), groups, agreement, sharded, sharded_update, device)
-        self._skips_teller = SkipsTeller(slots[SKIPS]) if scales is not None else None
+        self._skips_teller = SkipsTeller(slots[SKIPS]) if loss_scaling is not None else None
         buffers = None if safeguard is None else KeptBuffers(
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
             accumulates=options.accumulate > 1)
@@ -167,7 +167,7 @@ class TrainStep:
 
     def _check_autocast(self) -> None:
         kind = self._components.device.type
-        if self._components.scales is None and torch.is_autocast_enabled(kind) \
+        if self._components.loss_scaling is None and torch.is_autocast_enabled(kind) \
                 and torch.get_autocast_dtype(kind) == torch.float16:
             raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
                              "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
@@ -308,7 +308,8 @@ class TrainStep:
             RuntimeError: nothing measures it, which costs a pass over the gradients.
         """
         components = self._components
-        each = in_order(components.options, components.scales, components.optimizers.clipping(components.options.max_grad_norm))
+        each = in_order(components.options, components.loss_scaling,
+                        components.optimizers.clipping(components.options.max_grad_norm))
         if not any(isinstance(part, Norm) for part in each):
             raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from ..options import StepOptions
 
 
-def in_order(options: StepOptions, scales: float | str | None, clipping: tuple[float | None, float],
+def in_order(options: StepOptions, loss_scaling: float | str | None, clipping: tuple[float | None, float],
              updates: Iterable[Part] = (), sharded_over: str | None = None) -> list[Part]:
     """Return the parts of a step's end.
 
     Args:
-        scales: the loss: "dynamic", a number, or None.
+        loss_scaling: "dynamic", a number, or None.
         clipping: to which norm gradients are clipped, infinity to measure it alone, or None, and what is added to the norm.
         updates: of the optimizers that update inside of the graph.
         sharded_over: the name of the process group of which each rank has its rows of the gradients, or None.
@@ -28,12 +28,12 @@ def in_order(options: StepOptions, scales: float | str | None, clipping: tuple[f
     safeguard, (max_norm, epsilon) = options.safeguard, clipping
     own = {place: [part for part in options.parts if part.place == place] for place in PLACES}
     reads_norms = any(part.reads_norms for part in options.parts)
-    skips = scales is not None or safeguard is not None
+    skips = loss_scaling is not None or safeguard is not None
     parts = [
-        scales is not None and LossScale(None if scales == "dynamic" else scales,
-                                         safeguard is not None and safeguard.spike_factor is not None),
+        loss_scaling is not None and LossScale(None if loss_scaling == "dynamic" else loss_scaling,
+                                               safeguard is not None and safeguard.spike_factor is not None),
         (skips or reads_norms or max_norm is not None) and Norm(skips, reads_norms or safeguard is not None,
-                                                                "safeguard" if scales is None else "scaler", sharded_over),
+                                                                "safeguard" if loss_scaling is None else "scaler", sharded_over),
         safeguard is not None and Judge(safeguard.window, safeguard.spike_factor, options.accumulate),
         *own["before_clip"],
         max_norm not in (None, math.inf) and Clip(max_norm, epsilon, sharded_over),
