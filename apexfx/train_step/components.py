@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parts.loss_scale import SCALE
 from .parts.norm import SKIPS
+from .parts.part import Part
 from .parts.safeguard import SafeguardLog
 from .slots import Slots
 
@@ -40,6 +41,7 @@ class Components:
     optimizers: OptimizerList
     options: StepOptions
     loss_scaling: float | str | None  # "dynamic", or a number
+    parts: Sequence[Part]  # of its end, but for the updates
     slots: Slots
     safeguard: SafeguardLog | None
     report: Report

@@ -110,10 +110,9 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
         **{row.name: local_rows(row.tensor) for row in rows},
         **{f"{names[id(p)]}{ACCUMULATED}": total for p, total in zip(params, in_graph)},
         **({MEANS: means} if means is not None else {})})
-    each = in_order(options, components.loss_scaling, optimizers.clipping(options.max_grad_norm),
-                    state.parts() if state is not None else (),
-                    sharded_over=components.rows_over and components.rows_over.group_name)
-    plan = registered(Plan(tuple(each), slots_of(rows), options.keep_grads or state is None))
+    parts = in_order(options, components.loss_scaling, optimizers, state.parts() if state is not None else (),
+                     sharded_over=components.rows_over and components.rows_over.group_name)
+    plan = registered(Plan(tuple(parts), slots_of(rows), options.keep_grads or state is None))
     return StepState(params, names, rows, sums, state, plan, schedulable, scheduled)
 
 

@@ -82,8 +82,8 @@ class TrainStep:
             or sharded is not None and sharded.in_float16
         device = trained[0].device
         loss_scaling = options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None
-        each = in_order(options, loss_scaling, optimizers.clipping(options.max_grad_norm))
-        slots = Slots([slot for part in each for slot in part.slots()], trained[0])
+        parts = in_order(options, loss_scaling, optimizers)
+        slots = Slots([slot for part in parts for slot in part.slots()], trained[0])
         safeguard = None if options.safeguard is None else SafeguardLog(options.safeguard, slots[SKIPS], slots[STATE], slots[LOG])
         if sharded is not None:
             sharded.check(model, trained, optimizers, options)
@@ -99,7 +99,7 @@ class TrainStep:
         agreement = set_up_step(model, objective_modules, optimizers, groups, options)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report, sharded)
         self._components = components = Components(
-            model, step_model, objective, objective_modules, optimizers, options, loss_scaling, slots, safeguard, report,
+            model, step_model, objective, objective_modules, optimizers, options, loss_scaling, parts, slots, safeguard, report,
             ModelIndex(lambda: model), groups, agreement, sharded, sharded_update, device)
         self._skips_teller = SkipsTeller(slots[SKIPS]) if loss_scaling is not None else None
         buffers = None if safeguard is None else KeptBuffers(
@@ -307,14 +307,11 @@ class TrainStep:
         Raises:
             RuntimeError: nothing measures it, which costs a pass over the gradients.
         """
-        components = self._components
-        each = in_order(components.options, components.loss_scaling,
-                        components.optimizers.clipping(components.options.max_grad_norm))
-        if not any(isinstance(part, Norm) for part in each):
+        if not any(isinstance(part, Norm) for part in self._state.now.plan.parts or self._components.parts):
             raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
                                "nothing")
-        return self._last.norm if self._last.norm is not None else torch.full((), math.nan, device=components.device)
+        return self._last.norm if self._last.norm is not None else torch.full((), math.nan, device=self._components.device)
 
     @property
     def mean_loss(self) -> Tensor:

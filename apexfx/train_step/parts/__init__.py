@@ -12,20 +12,21 @@ from .part import PLACES, Part
 from .safeguard import Judge
 
 if TYPE_CHECKING:
+    from ..optimizer_list import OptimizerList
     from ..options import StepOptions
 
 
-def in_order(options: StepOptions, loss_scaling: float | str | None, clipping: tuple[float | None, float],
+def in_order(options: StepOptions, loss_scaling: float | str | None, optimizers: OptimizerList,
              updates: Iterable[Part] = (), sharded_over: str | None = None) -> list[Part]:
     """Return the parts of a step's end.
 
     Args:
         loss_scaling: "dynamic", a number, or None.
-        clipping: to which norm gradients are clipped, infinity to measure it alone, or None, and what is added to the norm.
+        optimizers: of the step, of which one may clip itself.
         updates: of the optimizers that update inside of the graph.
         sharded_over: the name of the process group of which each rank has its rows of the gradients, or None.
     """
-    safeguard, (max_norm, epsilon) = options.safeguard, clipping
+    safeguard, (max_norm, epsilon) = options.safeguard, optimizers.clipping(options.max_grad_norm)
     own = {place: [part for part in options.parts if part.place == place] for place in PLACES}
     reads_norms = any(part.reads_norms for part in options.parts)
     skips = loss_scaling is not None or safeguard is not None
