@@ -7,7 +7,8 @@ import builtins
 import contextlib
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from .._torch import close_frames, quiet_fakes
 from ..compiler.capture import local_name
@@ -117,13 +118,8 @@ def counts_apart() -> ValueError:
 
 
 @contextlib.contextmanager
-def capture_errors(of_program: list[Exception] | None = None) -> Iterator[None]:
-    """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors.
-
-    Args:
-        of_program: where model or loss raise something themselves, it gets the error, and nothing is raised: run in eager, they
-            raise what is meant.
-    """
+def capture_errors() -> Iterator[None]:
+    """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors."""
     from .._torch_compilers import (
         BackendCompilerFailed,
         FailOnRecompileLimitHit,
@@ -161,16 +157,26 @@ def capture_errors(of_program: list[Exception] | None = None) -> Iterator[None]:
             raise inner from None
         raise _not_one_graph(said) from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
-        explained = _of_dynamo(error)
-        by_itself = _raises_itself(str(error)) or isinstance(explained, AssertionError)  # of what torch traces an op by
-        if of_program is None or not by_itself:
-            raise explained from error
-        explained.__cause__ = error
-        of_program.append(explained)
+        raise _of_dynamo(error) from error
     except (IndexError, GuardOnDataDependentSymNode) as error:
         if not re.search(_DATA_DEPENDENT, str(error)):
             raise
         raise _not_one_graph(str(error)) from error
+
+
+def run_or_raise_as_eager(run: Callable[[], Any], run_in_eager: Callable[[], None]) -> Any:
+    """Return what `run` does under `capture_errors`; where model or loss raise something themselves, raise what eager does."""
+    from .._torch_compilers import InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError
+
+    try:
+        return run()
+    except Exception as error:
+        if not isinstance(cause := error.__cause__, (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError)) \
+                or not _raises_itself(str(cause)) and not isinstance(error, AssertionError):  # of what torch traces an op by
+            raise
+        explained = error
+    run_in_eager()
+    raise explained  # eager raises nothing
 
 
 def _raises_itself(said: str) -> bool:

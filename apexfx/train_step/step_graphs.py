@@ -30,7 +30,7 @@ from ..config import TransformConfig
 from ..random_state import forked_random
 from ..report.data import Report
 from .accumulation import clear_accumulated
-from .capture_errors import calls_backward, capture_errors
+from .capture_errors import calls_backward, capture_errors, run_or_raise_as_eager
 from .components import Components
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
 from .model import StepModel, check_contexts, check_traceable, warn_of_eval_mode
@@ -170,24 +170,27 @@ class StepGraphs:
             mark_static(tensor)
         gradients = grad_versions(params := inputs["params"])
         self._state.keep_buffers()
-        of_program: list[Exception] = []
-        with self._compiling(of_program), self._components.step_model.traceable() as model:
-            outputs = variant.compiling(self._inputs(model), *args)
-        if of_program:
-            self._components.step_model.run_in_eager(self._components.objective, *args)
-            raise of_program[0]  # eager raises nothing
+        step_model = self._components.step_model
+
+        def compile_and_run() -> tuple[Any, ...]:
+            with self._compiling(), step_model.traceable() as model:
+                return variant.compiling(self._inputs(model), *args)
+
+        # An update calls neither model nor loss.
+        outputs = compile_and_run() if variant is self._updates else run_or_raise_as_eager(
+            compile_and_run, functools.partial(step_model.run_in_eager, self._components.objective, *args))
         if grad_versions(params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
         return outputs
 
     @contextlib.contextmanager
-    def _compiling(self, of_program: list[Exception] | None = None) -> Iterator[None]:
-        """Have Dynamo compile what is called in this context; `of_program` as of `capture_errors`."""
+    def _compiling(self) -> Iterator[None]:
+        """Have Dynamo compile what is called in this context."""
         if self._components.options.config.inner == "cudagraphs":
             self._fix_addresses()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         with PROGRESS.compiling("Dynamo captures the step"), contextlib.nullcontext() if is_set else self._patch, \
-                guard_classes(), torch.no_grad(), capture_errors(of_program):
+                guard_classes(), torch.no_grad(), capture_errors():
             yield
 
     def _fix_addresses(self) -> None:
@@ -220,13 +223,13 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
         As a call of a step.
     """
     compiled = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
-    of_program: list[Exception] = []
-    with contextlib.suppress(NotRun), forked_random(), dynamo_config.patch(_dynamo_settings()), torch.no_grad(), \
-            capture_errors(of_program), model.traceable():
-        compiled(inputs, batch, named)
-    if of_program:
-        model.run_in_eager(inputs.objective, batch, named)
-        raise of_program[0]  # eager raises nothing
+
+    def capture() -> None:
+        with contextlib.suppress(NotRun), forked_random(), dynamo_config.patch(_dynamo_settings()), torch.no_grad(), \
+                capture_errors(), model.traceable():
+            compiled(inputs, batch, named)
+
+    run_or_raise_as_eager(capture, functools.partial(model.run_in_eager, inputs.objective, batch, named))
     return compiler.traced
 
 
