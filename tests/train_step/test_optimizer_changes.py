@@ -315,6 +315,15 @@ def test_a_learning_rate_that_is_a_tensor_keeps_its_place_and_its_name():
     assert len(step.report.graphs) == 2 and all(" lr_0" in step.report.code(stage="step", graph=graph) for graph in (0, 1))
 
 
+def test_state_of_another_dtype_than_an_op_writes_is_refused():
+    step, [batch] = heads(Adam), samples(1)
+    step(*batch)
+    for held in step.optimizer.state.values():
+        held["exp_avg"] = held["exp_avg"].bfloat16()
+    with pytest.raises(ValueError, match="as torch.bfloat16 of shape .* expected torch.float32 of shape"):
+        step(*batch)
+
+
 @table(1, "optimizer", [functools.partial(SGD, momentum=0.9), Adam], ids=["SGD", "Adam"])
 def test_state_of_another_dtype_than_its_parameter_is_refused_until_it_is_converted(optimizer):
     step, reference = heads(optimizer), Eager(Heads(), optimizer)
