@@ -33,7 +33,8 @@ def apply_accumulated(components: Components, state: TrainingState, num_calls: i
         return None
     state.note_change()
     inputs = StepInputs(components.model, components.objective, **state.inputs())
-    inputs.plan = registered(now.plan.of_calls(num_calls)).text
+    plan = registered(now.plan.of_calls(num_calls))  # which lasts as long as this name
+    inputs.plan = plan.text
     if components.sharded is not None:
         inputs.params = components.sharded.rows(now.params)
     if sharded_update is not None:
