@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,51 @@ from .._torch import tree_map
 from ..config import HALVES
 from ..ops._define import LIBRARY
 from ..ops.apply_gradients import Plan, norm_dtype, plan_of, present_of
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a step updates: tensors of 1 or 0, float32, 0-d; None of what is never so.
+
+    Attributes:
+        found_inf: 1 where a gradient is not finite.
+        fault: 1 where one is not, or their norm is a spike: what skips are counted by.
+        empty: 1 where the loss is a `Mean` over nothing, which skips the step, too, and is no fault.
+    """
+
+    found_inf: Tensor | None = None
+    fault: Tensor | None = None
+    empty: Tensor | None = None
+
+    @property
+    def skip(self) -> Tensor | None:
+        """1 where nothing is updated, for whatever reason."""
+        return self._skip_and_code[0]
+
+    @property
+    def code(self) -> Tensor | None:
+        """1 of a fault, -1 of a step that is skipped without one, 0 of an update: what the graph returns."""
+        return self._skip_and_code[1]
+
+    @functools.cached_property
+    def _skip_and_code(self) -> tuple[Tensor | None, Tensor | None]:
+        fault, empty = self.fault, self.empty
+        if empty is None:
+            return fault, fault
+        if fault is None:
+            return empty, -empty
+        skip = torch.maximum(fault, empty)
+        return skip, fault - (skip - fault)
+
+
+def is_fault(code: Tensor) -> Tensor:
+    """Return whether a step was skipped since a gradient was not finite, or their norm a spike; `code` of its verdict."""
+    return code > 0
+
+
+def is_skipped(code: Tensor) -> Tensor:
+    """Return whether a step was skipped, with a fault or without."""
+    return code != 0
 
 
 class EndOfStep:
@@ -34,19 +80,17 @@ class EndOfStep:
             nothing measures it.
         replaced: whether a part has set other gradients.
         keeps_gradients: whether they leave the graph.
-        found_inf: 1 where a gradient is not finite, float32, 0-d; None where that skips nothing.
-        fault: 1 where one is not, or their norm is a spike: what skips are counted by; or None.
-        empty: 1 where the loss is a mean of nothing, which skips the step, too, and is no fault; None where it is no `Mean`.
+        verdict: of those parts that judge the gradients, before others read it.
     """
 
     def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], slots: dict[str, Any],
                  count: Tensor | None = None, *, keeps_gradients: bool = False) -> None:
         self.params, self.grads, self._slots, self.count = list(params), list(grads), slots, count
         self.updated, self.counted = list(params), set()
-        self.scale = self.inverse = self.clip = self.norm = self.present_norms = self.found_inf = self.fault = None
+        self.scale = self.inverse = self.clip = self.norm = self.present_norms = None
         self.keeps_gradients, self.replaced = keeps_gradients, False
         self._dtypes = [None if g is None else g.dtype for g in grads]
-        self.empty = (count == 0).float() if count is not None else None
+        self.verdict = Verdict(empty=(count == 0).float() if count is not None else None)
 
     def slot(self, name: str) -> Tensor:
         """Return the tensor of a slot that the step has once."""
@@ -103,30 +147,16 @@ class EndOfStep:
 
     def tensors_but(self, names: Collection[str]) -> list[Tensor]:
         """Return all other tensors: parameters, masters, gradients, the other slots, and what parts hand on."""
-        handed_on = (self.count, self.inverse, self.clip, self.norm, self.present_norms, self.found_inf, self.fault, self.empty,
-                     self.skip)
+        verdict = self.verdict
+        handed_on = (self.count, self.inverse, self.clip, self.norm, self.present_norms, verdict.found_inf, verdict.fault,
+                     verdict.empty, verdict.skip)
         return [tensor for tensor in (*self.params, *self.grads, *self.tensors_of(self._slots.keys() - set(names)), *handed_on)
                 if tensor is not None]
 
     @property
     def skip(self) -> Tensor | None:
-        """1 where nothing is updated, float32, 0-d; None where that is never so. Read it behind what judges the gradients."""
-        return self._verdict[0]
-
-    @property
-    def reported(self) -> Tensor | None:
-        """What `run_parts` returns of it."""
-        return self._verdict[1]
-
-    @functools.cached_property
-    def _verdict(self) -> tuple[Tensor | None, Tensor | None]:
-        fault, empty = self.fault, self.empty
-        if empty is None:
-            return fault, fault
-        if fault is None:
-            return empty, -empty
-        skip = torch.maximum(fault, empty)
-        return skip, fault - (skip - fault)
+        """1 where nothing is updated, float32, 0-d; None where that is never so."""
+        return self.verdict.skip
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, unscaled and, behind what clips them, clipped: of a half parameter in float32."""
@@ -160,10 +190,7 @@ def run_parts(plan: Plan, params: Sequence[Tensor], grads: Sequence[Tensor | Non
         count: of how many the loss is a mean, 0-d; None where it is no `Mean`.
 
     Returns:
-        skip, float32, 0-d:
-            1: skipped, since a gradient is not finite, or their norm is a spike
-            -1: skipped, since the loss is a `Mean` over nothing, which counts as no skip
-            0: updated
+        the code of the verdict, float32, 0-d
         the norm of the unscaled gradients before clipping: float32, or float64 where a gradient is; nan where not measured
         the unscaled and clipped gradients that are not None, where the plan keeps them
 
@@ -178,7 +205,8 @@ def run_parts(plan: Plan, params: Sequence[Tensor], grads: Sequence[Tensor | Non
     for part in reversed(plan.parts):
         part.finish(end)
     full = functools.partial(torch.full, (), device=present[0].device)
-    return (end.reported if end.reported is not None else full(0.0, dtype=torch.float32),
+    code = end.verdict.code
+    return (code if code is not None else full(0.0, dtype=torch.float32),
             end.norm if end.norm is not None else full(math.nan, dtype=norm_dtype(present)), gradients)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..observe import bundle
+from ..optimizers.end_of_step import is_fault
 from .components import CallGraphs, Components
 from .last_update import LastUpdate, graph_of
 from .state import TrainingState
@@ -47,7 +48,7 @@ class BundleRecorder:
         if self._folder is None or call is None or call.recorded:
             return
         call.recorded = True  # at most once
-        if not self._last.skip > 0:
+        if not is_fault(self._last.verdict):
             return
         try:
             self._write(self._announced_path)
@@ -83,7 +84,7 @@ class BundleRecorder:
             why = "the batch of the last call was written since" if call is not None else \
                 "there is no last call that updates and may be skipped; a step keeps its batch with safeguard= or a loss scale"
             raise RuntimeError(f"apexfx: record() has nothing to record: {why}")
-        if self._safeguard is not None and self._last.skip > 0 and (events := self._last.events()):
+        if self._safeguard is not None and is_fault(self._last.verdict) and (events := self._last.events()):
             event = str(events[-1])
         traced, inputs = graph_of(self._graphs, call, scale_factor=self._last.scale_factor())
         return bundle.Run(traced.gm, inputs, random=call.random, random_of_device=call.random_of_device, device=self._device,

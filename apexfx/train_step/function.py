@@ -67,8 +67,8 @@ def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str,
 
     Returns:
         The loss, what else the objective returned (a tuple of one, or of none), the mean over calls and ranks of a loss that is a
-        `Mean` or None, skip, the norm of the gradients, for each parameter whether it has a gradient, and the gradients that
-        leave the graph.
+        `Mean` or None, the code of the `Verdict`, the norm of the gradients, for each parameter whether it has a gradient, and
+        the gradients that leave the graph.
     """
     _check_traced()
     loss, rest, grads, weighted = compute_gradients(inputs, batch, named_inputs)
@@ -110,7 +110,7 @@ def run_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict
 
 def apply_gradients(inputs: StepInputs, grads: list[Tensor | None],
                     count: Tensor | None) -> tuple[Tensor, Tensor, tuple[bool, ...], list[Tensor]]:
-    """Do what the plan says; return whether the step is skipped, the norm, which parameters have a gradient, and those that
+    """Do what the plan says; return the code of the `Verdict`, the norm, which parameters have a gradient, and those that
     leave the step.
 
     Args:

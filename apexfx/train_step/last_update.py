@@ -21,6 +21,7 @@ from ..graph.nodes import KIND, NAME
 from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
+from ..optimizers.end_of_step import is_fault
 from ..random_state import forked_random
 from .components import CallGraphs, Components
 from .parts.loss_scale import SCALE, LossScale
@@ -133,7 +134,7 @@ class LastUpdate:
 
     Attributes:
         call: the last one, where it applied gradients and may have been skipped.
-        skip: whether that is skipped, on the device; None where it accumulated, or failed.
+        verdict: of it, the code of a `Verdict`, on the device; None where it accumulated, or failed.
         norm: of the gradients that were applied last; None before.
     """
 
@@ -145,7 +146,7 @@ class LastUpdate:
 
     def forget_call(self) -> None:
         """Forget the last call."""
-        self.call = self._begun = self.skip = None
+        self.call = self._begun = self.verdict = None
 
     def start_call(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Keep what it takes to compute a call once more, which begins."""
@@ -153,9 +154,9 @@ class LastUpdate:
         if self._components.may_skip:
             self._begun = LastCall(batch, named, self._device)
 
-    def finish_call(self, skip: Tensor, norm: Tensor) -> None:
+    def finish_call(self, verdict: Tensor, norm: Tensor) -> None:
         """Note that the call that has begun, or a flush, applied gradients."""
-        self.skip, self.norm, self.call = skip, norm, self._begun
+        self.verdict, self.norm, self.call = verdict, norm, self._begun
         if self.call is not None:
             self.call.end()
 
@@ -163,18 +164,18 @@ class LastUpdate:
         """Return those of the safeguard, the last one with the op where it began; waits for the device."""
         events = self._safeguard.read(self._name_of)
         unexplained = events and events[-1].where == NOT_SEARCHED
-        if unexplained and self.skip is not None and self.skip > 0:
+        if unexplained and self.verdict is not None and is_fault(self.verdict):
             events[-1] = self._safeguard.explain_last(self.where())
         return events
 
     def where(self) -> str:
         """Say where the last call first computed something that is not finite."""
         if self.call is None:
-            return "That call accumulated gradients" if self.skip is None \
+            return "That call accumulated gradients" if self.verdict is None \
                 else "flush() applied what calls had accumulated, op not searched"
         return first_non_finite(self._graphs, self.call, accumulates=self._accumulates, scale_factor=self.scale_factor())
 
     def scale_factor(self) -> float:
         """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""
-        overflowed = self._components.loss_scaling == "dynamic" and self.skip > 0 and not self.norm.isfinite()
+        overflowed = self._components.loss_scaling == "dynamic" and is_fault(self.verdict) and not self.norm.isfinite()
         return 1 / LossScale.backoff_factor if overflowed else 1.0

@@ -17,6 +17,7 @@ from ..compiler.buffers_put_back import KeptBuffers
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
 from ..ops.apply_gradients import Plan, registered
+from ..optimizers.end_of_step import is_skipped
 from ..optimizers.update_rules import Option
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
@@ -264,18 +265,18 @@ class TrainingState:
         self.num_calls += 1
         self.accumulated.update(id(p) for p, here in zip(self.now.params, present) if here)
 
-    def note_applied(self, skip: Tensor, present: Sequence[bool], gradients: Sequence[Tensor]) -> None:
+    def note_applied(self, verdict: Tensor, present: Sequence[bool], gradients: Sequence[Tensor]) -> None:
         """Hand gradients out of the graph, and let an optimizer that is not in it do its step.
 
         Args:
-            skip: whether the step is skipped, as of `optimizers.end_of_step.run_parts`.
+            verdict: the code of a `Verdict`.
             present: for each parameter whether it had a gradient.
             gradients: those that left the graph.
         """
         options, optimizers, now = self._components.options, self._components.optimizers, self.now
         self.end_accumulation()
         if self._kept_buffers is not None:
-            self._kept_buffers.undo(skip)
+            self._kept_buffers.undo(verdict)
         if options.keep_grads or now.optimizer is None:
             self._drop_gradients()  # what no graph computed now is not to be applied
             left = iter(_unshared(gradients))
@@ -284,7 +285,7 @@ class TrainingState:
         if now.optimizer is not None:
             self._note_updated(now.params if all(present) else [p for p, here in zip(now.params, present) if here])
             return
-        if not (self._components.may_skip or self.mean.last is not None) or not skip.item():
+        if not (self._components.may_skip or self.mean.last is not None) or not is_skipped(verdict):
             optimizers.step()
         if not options.keep_grads:
             self._drop_gradients()

@@ -24,6 +24,7 @@ from ..distributed.agreement import check_alive
 from ..errors import NonFiniteError
 from ..graph.printing import count_text
 from ..host_memory import keep_freed_memory
+from ..optimizers.end_of_step import is_skipped
 from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
@@ -173,11 +174,11 @@ class TrainStep:
                              "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                              "pass loss_scale='dynamic'")
 
-    def _note_applied(self, mean: Tensor | None, skip: Tensor, norm: Tensor, present: tuple[bool, ...],
+    def _note_applied(self, mean: Tensor | None, verdict: Tensor, norm: Tensor, present: tuple[bool, ...],
                       gradients: list[Tensor]) -> None:
         self._state.mean.note(mean, accumulates=False)
-        self._state.note_applied(skip, present, gradients)
-        self._last.finish_call(skip, norm)
+        self._state.note_applied(verdict, present, gradients)
+        self._last.finish_call(verdict, norm)
 
     def flush(self) -> None:
         """Apply the average of what calls have accumulated since the last update, where they are fewer than `accumulate`.
@@ -331,8 +332,8 @@ class TrainStep:
     @property
     def updated(self) -> Tensor:
         """Whether the last call, or `flush()`, updated the parameters, neither accumulated nor skipped: 0-d, bool."""
-        skip = self._last.skip
-        return skip == 0 if skip is not None else torch.zeros((), dtype=torch.bool, device=self._components.device)
+        verdict = self._last.verdict
+        return ~is_skipped(verdict) if verdict is not None else torch.zeros((), dtype=torch.bool, device=self._components.device)
 
     def slot(self, name: str) -> Tensor | dict[str, Tensor]:
         """Return what a part of `parts=` keeps, on the device: a tensor of the step, or those of parameters by their names.

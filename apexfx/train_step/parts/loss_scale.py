@@ -55,12 +55,13 @@ class LossScale(Part):
         if self.static is not None:
             return
         scale, growth = end.slot(SCALE), end.slot(GROWTH)
-        before = [(tensor, tensor.clone()) for tensor in (scale, growth)] if self.may_be_spike or end.empty is not None else []
-        torch.ops.aten._amp_update_scale_.default(scale, growth, end.found_inf, self.growth_factor, self.backoff_factor,
+        may_say_nothing = self.may_be_spike or end.verdict.empty is not None
+        before = [(tensor, tensor.clone()) for tensor in (scale, growth)] if may_say_nothing else []
+        torch.ops.aten._amp_update_scale_.default(scale, growth, end.verdict.found_inf, self.growth_factor, self.backoff_factor,
                                                   self.growth_interval)
         if self.max_scale is not None:
             scale.copy_(scale.clamp_max(self.max_scale).clamp_min(MIN_SCALE))  # Inductor knows no clamp_max_
-        says_nothing = end.skip > end.found_inf if before else None
+        says_nothing = end.skip > end.verdict.found_inf if before else None
         for tensor, old in before:
             tensor.copy_(torch.where(says_nothing, old, tensor))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -47,13 +48,13 @@ class Norm(Part):
                                                sharded_over=self.sharded_over)
         end.present_norms = norms if self.of_each else None
         if self.skips:
-            end.found_inf = end.fault = found_inf
+            end.verdict = dataclasses.replace(end.verdict, found_inf=found_inf, fault=found_inf)
 
     def finish(self, end: EndOfStep) -> None:
         if self.skips:
             skips = end.slot(SKIPS)
-            skips.add_(end.fault)
-            skips[1].mul_(end.fault)
+            skips.add_(end.verdict.fault)
+            skips[1].mul_(end.verdict.fault)
 
     def describe(self) -> str:
         return f"the norm of all gradients{'; a step with one that is not finite changes nothing' if self.skips else ''}"

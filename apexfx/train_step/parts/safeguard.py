@@ -125,9 +125,11 @@ class Judge(Part):
                 Slot(LOG, dtype=torch.float64, shape=(LOGGED, 8), saved=("safeguard", LOG), least=0.0, columns=_COUNTS))
 
     def apply(self, end: EndOfStep) -> None:
-        norm = end.norm if end.empty is None else end.norm / (1 - end.empty)  # 0 / 0 where empty: in no average
-        end.fault = judge(end.found_inf, norm, end.present_norms, end.present, end.slot(SKIPS), end.slot(STATE), end.slot(LOG),
-                          self.window, self.spike_factor, self.calls)
+        verdict = end.verdict
+        norm = end.norm if verdict.empty is None else end.norm / (1 - verdict.empty)  # 0 / 0 where empty: in no average
+        fault = judge(verdict.found_inf, norm, end.present_norms, end.present, end.slot(SKIPS), end.slot(STATE),
+                      end.slot(LOG), self.window, self.spike_factor, self.calls)
+        end.verdict = dataclasses.replace(verdict, fault=fault)
 
     def of_calls(self, calls: int) -> Judge:
         return dataclasses.replace(self, calls=calls)
