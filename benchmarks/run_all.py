@@ -63,6 +63,7 @@ SHORT = (  # in order of worth
     "xentropy.py --rows 32 --rounds 1",
     "whole_steps.py bert --device cpu --tiny --inner eager --json results/whole_steps_cpu.json",
     "one_rank.py --device cpu --inner eager --json results/one_rank_cpu.json",
+    "composites.py --device cpu --json results/composites_cpu.json",
 )
 # run by others; a page and a picture from a record; this
 NO_BENCHMARKS = ("jax_derivatives.py", "jax_models.py", "roofline.py", "loss_curves.py", "run_all.py")

@@ -143,7 +143,7 @@ class TrainStep:
             self._check_autocast()
             self._last.start_call(batch, named)
             accumulates = state.num_accumulated_calls() + 1 < components.options.accumulate
-            if components.agreement is not None and (not accumulates or components.reduces_each_call):
+            if components.agreement is not None:  # a rank that fails in a call that accumulates would lag behind by one
                 components.agreement.begin()
             with call.explained():
                 loss, rest, *ran = self._graphs.run(batch, named, accumulates=accumulates)

@@ -99,6 +99,21 @@ def test_a_flush_where_one_rank_or_none_has_gathered_gradients(rank, world_size)
     assert same_on_all(world_size, list(model.parameters()))
 
 
+@on_ranks(2)
+def test_a_call_that_accumulates_and_fails_on_one_rank_is_told_at_the_update(rank, world_size):
+    model, [(x, y)] = net(), batches(rank, 1)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2, ddp=True,
+                             inner="eager", opt_level="O0")
+    if rank:
+        with pytest.raises(IndexError):
+            step(x, torch.full_like(y, 9))
+    step(x, y)
+    with pytest.raises(RankFailureError, match="rank 0: 2 training forwards(.|\n)*rank 1: 3 training forwards"):
+        step(x, y)
+    step(x, y)
+    assert step.updated and same_on_all(world_size, list(model.parameters()))
+
+
 class Broken(nn.Module):
     """A graph break between two layers; which head follows is up to the data."""
 
