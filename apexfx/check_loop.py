@@ -62,12 +62,14 @@ class LoopCheck:
         part: where the two part first: "forward", "gradient", "clipping" or "update"; "" where they are one.
         update: in which update, from 1.
         reason: the line of the loop, and what is known about it; where they are one, why they round otherwise, or "".
+        untried: what the batches did not try, or "".
     """
 
     rows: tuple[LoopRow, ...]
     part: str
     update: int
     reason: str
+    untried: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -86,7 +88,7 @@ class LoopCheck:
         rounds = f", apart from rounding: {self.reason}" if self.reason else ""
         said = (f"The step is the loop: {count_text(self.update, 'update')} in float64{rounds}." if self.is_right else
                 f"Update {self.update}: loop and step part in the {self.part}.\n{self.reason}")
-        return f"{table}{rest}\n{said}"
+        return "\n".join(filter(None, (f"{table}{rest}", said, self.untried)))
 
 
 def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[Any], *, schedule: Any = None,
@@ -143,10 +145,11 @@ def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[An
         if not sides.moved:
             raise ValueError("apexfx: the loop moved no parameter, so nothing is compared: its learning rate is 0, or its "
                              "optimizer updates something else")
+        untried = sides.untried()
         sides = _Sides(step, update, originals, exact=False)
         own = sides.run(updates)
     rows = tuple(dataclasses.replace(row, as_they_are=own[row.name]) for row in rows)
-    return LoopCheck(rows, "", len(updates), sides.rounding())
+    return LoopCheck(rows, "", len(updates), sides.rounding(), untried)
 
 
 class _Sides:
@@ -158,7 +161,7 @@ class _Sides:
     """
 
     def __init__(self, step: TrainStep, update: Callable[..., Any], originals: tuple[Any, ...], *, exact: bool) -> None:
-        self._update, self._exact, self.moved = update, exact, False
+        self._update, self._exact, self.moved, self._longest, self._loop_clips = update, exact, False, 0.0, False
         self._model, _, _, self._optimizer, self._schedule = _copies(originals, exact)
         model, objective, optimizer, _, self._step_schedule = _copies(originals, exact)
         options = step.options
@@ -231,6 +234,9 @@ class _Sides:
         loop, before, options = self._loop, _values(self._model), _options(self._step.model, self._step.optimizer)
         self.run_loop(number, calls)
         losses = [float(loss) for loss in self.run_step(number, calls)]
+        if self._step.options.max_grad_norm is not None:
+            self._longest = max(self._longest, float(self._step.grad_norm))
+        self._loop_clips |= any("clip_grad" in written for _, written in loop.wrote)
         ours, theirs = _changes(self._step.model, before), _changes(self._model, before)
         errors = _errors(ours, theirs)
         self.moved |= any(bool(theirs[name].any()) for name in loop.params)
@@ -242,6 +248,15 @@ class _Sides:
         part, reason = self._where(losses, grads, all(e < _TOLERANCE for e in differ.values()), options,
                                    [row.name for row in rows if not row.is_right])
         return part, reason, rows
+
+    def untried(self) -> str:
+        """Say that nothing was clipped, where loop or step would, so that how they do was not compared."""
+        max_norm = self._step.options.max_grad_norm
+        if max_norm is None:
+            return "The loop clips, and the step does not: no gradient was long enough. max_grad_norm= clips in it." \
+                if self._loop_clips else ""
+        return f"Nothing was clipped, so that was not compared: the longest gradient has {self._longest:.4g} of max_grad_norm=" \
+               f"{max_norm:g}. A smaller one, in both, tries it." if self._longest <= max_norm < math.inf else ""
 
     def _where(self, losses: list[float], grads: dict[str, Tensor], same_gradients: bool, options: dict[str, dict[str, Any]],
                wrong: list[str]) -> tuple[str, str]:

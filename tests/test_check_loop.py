@@ -193,8 +193,8 @@ def check(make_optimizer, update, options, asked):
 
 
 OF_FLOAT16 = r"float32 \(O0\), the loop's autocast was of float16; opt_level='O1', dtype=torch.float16 is that loop"
-ROUNDS = {"a loss scale": OF_FLOAT16, "a loss scale that step() takes out": OF_FLOAT16,
-          "a loss scale of a fused optimizer": OF_FLOAT16,
+ROUNDS = {"nothing to clip": r"in float64\.\nNothing was clipped", "a loss scale": OF_FLOAT16,
+          "a loss scale that step() takes out": OF_FLOAT16, "a loss scale of a fused optimizer": OF_FLOAT16,
           "O2 and a safeguard": r"rounding: the step computes in bfloat16 \(O2\), the loop's autocast was off; opt_level='O0'"}
 
 
@@ -206,6 +206,14 @@ def test_the_loop_that_a_step_replaces(name):
     assert all(row.is_right and row.as_they_are is not None for row in found.rows)
     assert re.search(ROUNDS.get(name, r"The step is the loop: \d updates? in float64\.$"), str(found)), str(found)
     assert "another" not in str(found)
+
+
+@pytest.mark.parametrize("update, options, said", [
+    (plain, {"max_grad_norm": 99.0}, r"Nothing was clipped.*longest gradient has 1\.262 of max_grad_norm=99"),
+    (functools.partial(plain, clip=99.0), {}, "The loop clips, and the step does not")], ids=["step", "loop"])
+def test_what_no_gradient_was_long_enough_for_is_said(update, options, said):
+    found = check(sgd, update, options, {})
+    assert found.is_right and re.search(said, str(found)), str(found)
 
 
 def never_zeroed(model, optimizer, batch):

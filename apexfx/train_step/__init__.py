@@ -52,9 +52,9 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
         loss_fn: `loss_fn(output, *targets)` -> the loss: a scalar, or an `apexfx.Mean`, with a denominator of its own. The step
             is called with the model's input (a tensor, a tuple of positional or a dictionary of keyword arguments), then the
             targets.
-        optimizer: updates inside of the graph, by an op or by its own `step()`, traced; one that no graph holds (LBFGS,
-            SparseAdam, what counts in Python) runs its `step()` after the graph, on gradients that are averaged, unscaled and
-            clipped; the report says so, and why. It may hold parameters of a loss that is a module, and of `modules`, too; any
+        optimizer: updates inside of the graph, by an op or by its own `step()`, traced; one that no graph holds (SparseAdam,
+            what counts in Python) runs its `step()` after the graph, on gradients that are averaged, unscaled and clipped; the
+            report says so, and why. It may hold parameters of a loss that is a module, and of `modules`, too; any
             other leaf that the loss depends on has to be frozen. A list of optimizers over disjoint parameters (Muon for the
             matrices, AdamW for the rest) shares one norm and one loss scale; its state is a list, too, and a schedule belongs
             to one of them as usual.
