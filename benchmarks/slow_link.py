@@ -175,16 +175,4 @@ def connect(bytes_per_s: float, latency_s: float = 200e-6, num_ranks: int = 1) -
     name = "slow" if num_ranks == 1 else "fake"  # of which nobody asks the other ranks anything
     dist.Backend.register_backend(name, create, devices=["cpu"])
     dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=num_ranks)
-    if not _FUNCTIONAL:
-        _FUNCTIONAL.append(torch.library.Library("_c10d_functional", "IMPL"))
-        _FUNCTIONAL[0].impl("all_gather_into_tensor_out", _gather_out, "CPU")  # of which a process group in Python is not asked
     return links[0]
-
-
-_FUNCTIONAL: list[torch.library.Library] = []
-
-
-def _gather_out(given: torch.Tensor, _size: int, group_name: str, *, out: torch.Tensor) -> torch.Tensor:
-    work = dist.distributed_c10d._resolve_process_group(group_name).all_gather_single(out, given)
-    torch._C._distributed_c10d._register_work(out, work)
-    return out

@@ -211,36 +211,6 @@ def plan_buckets(specs: Sequence[GradientSpec], config: BucketConfig, world_size
     return BucketPlan(tuple(buckets), world_size, config.layout, group_name)
 
 
-def message_size(config: BucketConfig, numel: int) -> int:
-    """Return the elements at which a bucket is closed.
-
-    Args:
-        numel: of all gradients together.
-    """
-    return config.message_size or default_message_size(numel)
-
-
-def messages_of_rows(bucket: Bucket, world_size: int, message_size: int) -> list[Bucket]:
-    """Return what a bucket is sent as where each rank is to have rows of the sums.
-
-    A gradient that is large, and has as many rows for each rank, travels as it lies in memory; the others are copied to one
-    buffer, in a part for each rank.
-
-    Args:
-        message_size: of the plan; what has an eighth of it is large.
-    """
-    single = [bucket.with_slots([slot], packed=False) for slot in bucket.slots if 8 * slot.numel >= message_size]
-    alone = [message for message in single if travels_alone(message, world_size)]
-    rest = [slot for slot in bucket.slots if all(slot.parameter != message.slots[0].parameter for message in alone)]
-    return [*alone, bucket.with_slots(rest, packed=False)] if rest else alone
-
-
-def travels_alone(message: Bucket, world_size: int) -> bool:
-    """Return whether what is sent of a bucket is one gradient as it lies in memory, of as many rows for each rank."""
-    slot, *others = message.slots
-    return not others and bool(slot.shape) and slot.shape[0] % world_size == 0 and slot.dim_order is None
-
-
 def default_message_size(numel: int) -> int:
     """Return the elements at which a bucket is closed where the user names no size; see `BucketConfig.message_size`.
 
@@ -285,12 +255,12 @@ def check_options(config: BucketConfig, parameters: Mapping[str, torch.Tensor], 
 
 
 def _group_in_reverse(specs: Sequence[GradientSpec], config: BucketConfig) -> list[list[GradientSpec]]:
-    limit = message_size(config, sum(spec.numel for spec in specs))
+    message_size = config.message_size or default_message_size(sum(spec.numel for spec in specs))
 
     def is_full(spec: GradientSpec, numel: int, _num_closed: int) -> bool:
         if config.trigger_params:
             return not set(config.trigger_params).isdisjoint((spec.name, *spec.shared_with))
-        return not config.delay_allreduce and numel >= limit
+        return not config.delay_allreduce and numel >= message_size
 
     return group_gradients(reversed(specs), is_full)
 

@@ -36,7 +36,6 @@ def register() -> None:
     rows.append((aten._efficientzerotensor.default, lambda size, **options: lowering.lowerings[aten.full.default](
         size, 0, **{name: option for name, option in options.items() if name in ("dtype", "device")})))
     rows.append((aten.slice_scatter.default, _slice_scatter(lowering.lowerings[aten.slice_scatter.default])))
-    rows.append((torch.ops.apexfx.own_rows_view.default, _own_rows_view))
     for op, lower in rows:
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
@@ -91,15 +90,6 @@ def _flatten_bucket(tensors: Sequence[Any], offsets: Sequence[int], numel: int, 
     kernel.inputs = ir.ConcatKernel.unwrap_storage(kernel.inputs)
     inductor_state.graph.register_operation(kernel)
     return ir.TensorBox(flat)
-
-
-def _own_rows_view(tensor: Any, *args: Any) -> Any:
-    """Call the op behind everything in front of it that reads the tensor, of which what it returns is going to be written."""
-    tensor.realize()
-    inductor_state.graph.mark_buffer_mutated(tensor.get_name())
-    rows = lowering.fallback_handler(torch.ops.apexfx.own_rows_view.default)(tensor, *args)
-    inductor_state.graph.unaligned_buffers.add(rows.get_name())  # on some rank, and the code is that of all
-    return rows
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Any:

@@ -100,7 +100,7 @@ def trained_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     Raises:
         ValueError: one is no input any more, since the forward writes it: its gradient would belong to no parameter.
     """
-    own_rows = torch.ops.apexfx.own_rows_view.default
+    own_rows = torch.ops.apexfx.own_rows.default
     inputs = [parameter.args[0] if parameter.target is own_rows else parameter for parameter in node.args[0]]
     for parameter in inputs:
         if parameter.op != "placeholder" or not isinstance(parameter.meta.get("desc"), PlainAOTInput):

@@ -195,10 +195,8 @@ def inline(graph: fx.Graph, function: Callable[..., Any], args: tuple[Any, ...],
 
 def _returns_its_input(node: fx.Node) -> bool:
     """Return whether an op writes its first argument and returns that: what is written keeps its name."""
-    if not isinstance(node.target, OpOverload) or len(node.target._schema.returns) != 1 or not node.args:
-        return False
-    infos = node.target._schema.returns[0].alias_info, node.target._schema.arguments[0].alias_info
-    return all(info is not None and info.is_write for info in infos)
+    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
+    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
 
 @functools.cache

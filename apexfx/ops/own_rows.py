@@ -1,4 +1,4 @@
-"""own_rows: the rows that this rank has of what is sharded over a group, in memory of their own; own_rows_view: where they are.
+"""own_rows: the rows that this rank has of what is sharded over a group, in memory of their own.
 
 Rank r of n has rows r * h up to (r + 1) * h, h = ceil(rows / n): the last ranks have fewer, or none. The node is the same on
 every rank, so that the ranks of a host can share what was compiled.
@@ -7,10 +7,11 @@ every rank, so that the ranks of a host can share what was compiled.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import resolve_process_group
-from ._define import LIBRARY, define, implement
+from ._define import define
 
 
 def _check(tensor: Tensor, world_size: int, group_name: str) -> None:
@@ -25,7 +26,7 @@ def has_rows(tensor: Tensor) -> bool:
 
 def span(length: int, world_size: int, group_name: str) -> tuple[int, int]:
     """Return which rows this rank has: from the first up to the second."""
-    height, rank = -(-length // world_size), resolve_process_group(group_name).rank()
+    height, rank = -(-length // world_size), dist.get_rank(resolve_process_group(group_name))
     return min(rank * height, length), min((rank + 1) * height, length)
 
 
@@ -40,16 +41,6 @@ def own_rows(tensor: Tensor, world_size: int, group_name: str) -> Tensor:
     first, last = span(len(tensor), world_size, group_name)
     rows = tensor.new_empty(last - first, *tensor.shape[1:])
     return rows.copy_(tensor[first:last])
-
-
-def _view(tensor: Tensor, world_size: int, group_name: str) -> Tensor:
-    _check(tensor, world_size, group_name)
-    first, last = span(len(tensor), world_size, group_name)
-    return tensor[first:last]
-
-
-LIBRARY.define("own_rows_view(Tensor(a) tensor, int world_size, str group_name) -> Tensor(a)")
-implement("own_rows_view", _view, _view)
 
 
 def on_first_rank(number: Tensor, group_name: str) -> Tensor:

@@ -123,12 +123,11 @@ class BucketAllreduce(Pass):
         if any(bucket.reduce_dtype in HALVES for bucket in plan.buckets):
             self.numeric = "changes_dtype"
         emitter = self.emitter(gm, plan, by_name)
-        messages = [(index, message) for index, bucket in enumerate(plan.buckets) for message in self.messages(plan, bucket)]
-        starts = [emitter.start(index, message) for index, message in messages]
-        for (index, message), start in zip(messages, starts):
-            emitter.finish(index, message, start)
+        starts = [emitter.start(index) for index in range(len(plan.buckets))]
+        for index, start in enumerate(starts):
+            emitter.finish(index, start)
         emitter.connect_outputs()
-        for start, (_, bucket) in zip(starts, messages):
+        for start, bucket in zip(starts, plan.buckets):
             self.record(start, f"{self.collective} of {count_text(len(bucket.slots), 'gradient')}, {bucket.total_bytes} bytes")
         self.plan = plan.with_windows(windows(gm))
         return PassResult(gm, True)
@@ -136,10 +135,6 @@ class BucketAllreduce(Pass):
     def emitter(self, gm: fx.GraphModule, plan: BucketPlan, reductions: dict[str, Reduction]) -> Emitter:
         """Return what writes the plan into a graph."""
         return Emitter(gm, plan, reductions)
-
-    def messages(self, plan: BucketPlan, bucket: Bucket) -> list[Bucket]:
-        """Return what a bucket is sent as: buckets themselves."""
-        return [bucket]
 
     def _find(self, gm: fx.GraphModule) -> list[Reduction]:
         """Return what to reduce, in the order of the parameters' first use in forward."""
@@ -197,8 +192,9 @@ class Emitter:
         self.previous = list(gm.graph.find_nodes(op="placeholder"))[-1]  # behind which the previous bucket hangs, as captured
         self.tail = self.previous  # the last node of that chain
 
-    def start(self, index: int, bucket: Bucket) -> fx.Node:
-        """Insert flatten, pre-divide and allreduce right after the node that completes the bucket, or what is sent of it."""
+    def start(self, index: int) -> fx.Node:
+        """Insert flatten, pre-divide and allreduce right after the node that completes the bucket."""
+        bucket = self.plan.buckets[index]
         sources = [self.reductions[slot.parameter].source for slot in bucket.slots]
         last = max(sources, key=self.place.__getitem__)
         if bucket.start == "end":
@@ -210,14 +206,15 @@ class Emitter:
         with self.graph.inserting_before(anchor.next):
             flat = self.flatten(index, bucket, sources, like=last)
             flat = self._scale(flat, 1.0 / bucket.predivide, bucket.reduce_dtype.to_real(), index, like=last)
-            started = self.reduce(index, bucket, flat, like=last)
+            started = self.reduce(index, flat, like=last)
         if bucket.start == "end":
             started.meta[DELAYED] = True
         self.tail = started
         return started
 
-    def finish(self, index: int, bucket: Bucket, started: fx.Node) -> None:
+    def finish(self, index: int, started: fx.Node) -> None:
         """Insert wait, post-divide and unflatten before the output."""
+        bucket = self.plan.buckets[index]
         with self.graph.inserting_before(self.output):
             wait = self.call(index, c10d.wait_tensor.default, (started,), like=started, name=f"bucket_{index}_sum")
             if bucket.reduce_dtype.is_complex:
@@ -251,7 +248,7 @@ class Emitter:
         arguments = (pieces, offsets, bucket.numel * _parts(reduced), bucket.dtype.to_real())
         return self.call(index, torch.ops.apexfx.flatten_bucket.default, arguments, like=like, name=f"bucket_{index}")
 
-    def reduce(self, index: int, bucket: Bucket, flat: fx.Node, *, like: fx.Node) -> fx.Node:
+    def reduce(self, index: int, flat: fx.Node, *, like: fx.Node) -> fx.Node:
         """Insert the collective."""
         return self.call(index, c10d.all_reduce_.default, (flat, "sum", self.plan.group_name), like=like,
                          name=f"bucket_{index}_started")
@@ -293,10 +290,9 @@ class Emitter:
         back = [slot.dim_order.index(d) for d in range(len(slot.dim_order))]
         return self.call(index, aten.permute.default, (part, back), like=like, name=name)
 
-    def call(self, index: int, target: Any, args: tuple[Any, ...], options: dict[str, Any] | None = None, *, like: fx.Node,
-             name: str | None = None) -> fx.Node:
+    def call(self, index: int, target: Any, args: tuple[Any, ...], *, like: fx.Node, name: str | None = None) -> fx.Node:
         """Insert a node that carries a bucket."""
-        node = call(self.graph, target, args, options, like=like, mode=self.mode, name=name)
+        node = call(self.graph, target, args, like=like, mode=self.mode, name=name)
         node.meta[MARK] = index
         return node
 

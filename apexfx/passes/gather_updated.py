@@ -12,29 +12,28 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..buckets.windows import Window, windows
-from ..graph.collectives import is_wait, wait
+from ..graph.collectives import is_wait
 from ..graph.mutation import written
 from ..graph.nodes import fake_mode, inline, value
+from ..graph.order import readers
 from ..graph.printing import count_text
 from ..report.memory import WHOLE
 from ..report.records import Artifacts
 from .base import Pass
-from .scatter_gradients import ALONE, ROWS
+from .scatter_gradients import ROWS
 
 _COPY = torch.ops.aten.copy_.default
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
 
 class GatherUpdated(Pass):
     """Gather the rows of each bucket behind the last op that updates one of them, and write them to the parameters.
 
     Where the update of a bucket is in the backward (`update_early`), so is the start of its gather, which travels while the
-    backward goes on. A gather is waited for behind the start of the next one. A large parameter is gathered straight into its
-    memory; others of a bucket by one buffer.
+    backward goes on. A gather is waited for behind the start of the next one, and behind the last node that reads one of its
+    parameters.
 
-    Before:  adam_([w_rows, b_rows], [gw_rows, gb_rows], ...); dx = mm(...)
-    After:   adam_([w_rows, b_rows], [gw_rows, gb_rows], ...); gathering_w = all_gather_into_tensor_out(w_rows, out=w)
-             gathering_b = all_gather_into_tensor(b_rows); dx = mm(...); copy_(b, wait(gathering_b)); wait(gathering_w)
+    Before:  adam_([w_rows], [gw_rows], ...); dx = mm(w)
+    After:   adam_([w_rows], [gw_rows], ...); gathering = all_gather_into_tensor(w_rows); dx = mm(w); copy_(w, wait(gathering))
 
     Args:
         group_name: the process group's.
@@ -74,7 +73,10 @@ class GatherUpdated(Pass):
         gathers.sort()  # those of one update stand in reverse
         for gather, later in reversed([*itertools.zip_longest(gathers, gathers[1:], fillvalue=())]):
             start, *behind = gather
-            last = max([start, *later[:1]])
+            wholes = [node.args[0] for node in behind if node.target is _COPY]
+            own = set(behind)
+            reading = (node for whole in wholes for node in readers(whole) if node not in own)  # late by a plan of one's own
+            last = max([start, *later[:1], *reading])
             for node in reversed(behind):
                 last.append(node)
         self.schedule = windows(gm)
@@ -82,11 +84,10 @@ class GatherUpdated(Pass):
 
     def _gather(self, update: fx.Node, rows: Sequence[fx.Node], mode: Any) -> list[fx.Node]:
         """Insert a gather behind `update`; return its start, its wait, and what lies behind."""
-        rows = sorted(rows, key=lambda node: node.meta[ALONE] or 0)
-        wholes, alone = [node.args[0] for node in rows], [node.meta[ALONE] is not None for node in rows]
+        wholes = [node.args[0] for node in rows]
         following = update.next
         with update.graph.inserting_before(following):
-            inline(update.graph, _gathered, (rows, wholes, alone, self.world_size, self.group_name), like=update, mode=mode)
+            inline(update.graph, _gathered, (rows, wholes, self.world_size, self.group_name), like=update, mode=mode)
         nodes = list(itertools.takewhile(lambda node: node is not following, _from(update.next)))
         place = next(place for place, node in enumerate(nodes) if is_wait(node))
         for node in nodes:
@@ -96,16 +97,10 @@ class GatherUpdated(Pass):
         return nodes[place - 1:]
 
 
-def _gathered(rows: Sequence[Tensor], wholes: Sequence[Tensor], alone: Sequence[bool], world_size: int, group_name: str) -> None:
-    """Gather `alone` straight into the parameters, which have the rows of this rank already, and the others through a buffer."""
-    started = [_GATHER(own, world_size, group_name, out=whole) for own, whole, straight in zip(rows, wholes, alone) if straight]
-    if copied := [place for place, straight in enumerate(alone) if not straight]:
-        gathered = torch.ops.apexfx.gather_shards([rows[place] for place in copied], [len(wholes[place]) for place in copied],
-                                                  world_size, group_name)
-        for place, new in zip(copied, gathered):
-            wholes[place].copy_(new)
-    for each in started:
-        wait(each)
+def _gathered(rows: Sequence[Tensor], wholes: Sequence[Tensor], world_size: int, group_name: str) -> None:
+    lengths = [len(whole) for whole in wholes]
+    for whole, new in zip(wholes, torch.ops.apexfx.gather_shards(rows, lengths, world_size, group_name)):
+        whole.copy_(new)
 
 
 def _from(node: fx.Node) -> Any:

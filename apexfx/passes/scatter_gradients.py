@@ -13,10 +13,10 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..buckets.bucket import Bucket, GradientSpec, Slot
-from ..buckets.plan import BucketPlan, message_size, messages_of_rows, travels_alone
+from ..buckets.plan import BucketPlan
 from ..buckets.windows import MARK
+from ..graph.collectives import is_wait
 from ..graph.inputs import apply_node, scatter_node
-from ..graph.mutation import storages, written_storages
 from ..graph.nodes import NAME, call, inline, value
 from ..graph.printed_names import identifier
 from ..ops.apply_gradients import plan_of
@@ -24,17 +24,15 @@ from ..ops.own_rows import has_rows, span
 from .bucket_allreduce import BucketAllreduce, Emitter, gradient_name
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-own_rows_view = torch.ops.apexfx.own_rows_view.default
-ROWS = "apexfx_rows"  # meta key of the rows of a parameter that are updated: the index of their bucket
-ALONE = "apexfx_alone"  # of those that travel as they lie in memory: where their gradient does among what is sent; None of others
+own_rows = torch.ops.apexfx.own_rows.default
+ROWS = "apexfx_rows"  # meta key of the rows of a parameter, which are updated in its place: the index of their bucket
 _EARLIER = -1  # in its place: earlier calls alone have a gradient
 
 
 class ScatterGradients(BucketAllreduce):
     """Average the parameters' gradients over the ranks, each rank its rows of them, and have it update its rows alone.
 
-    Buckets are those of `bucket_allreduce`, and so are the bits of each sum on two ranks. A large gradient of a bucket, with as
-    many rows for each rank, travels alone as soon as it is there, without a copy. Optimizer state is rows, too. The pass
+    Buckets are those of `bucket_allreduce`, and so are the bits of each sum on two ranks. Optimizer state is rows, too. The pass
     `gather_updated` gives every rank what the others have updated.
 
     Where each call accumulates rows (`shard="gradients"`), they take the place of what a node `scatter_gradients` gives.
@@ -42,7 +40,7 @@ class ScatterGradients(BucketAllreduce):
     Before:  gw = mm(...); (more backward); apply_gradients([w], [gw], ...)
     After:   flat = _chunk_cat([gw, gb], 0, n); reduce_scatter_tensor(flat / predivide)   as soon as the bucket is full
              (more backward)
-             gw_rows = wait_tensor(...) / postdivide; w_rows = own_rows_view(w); apply_gradients([w_rows], [gw_rows], ...)
+             gw_rows = wait_tensor(...) / postdivide; w_rows = own_rows(w); apply_gradients([w_rows], [gw_rows], ...)
     """
 
     name = "scatter_gradients"
@@ -81,10 +79,6 @@ class ScatterGradients(BucketAllreduce):
         buckets = *of_rows, *(bucket.with_slots(slots, packed=False) for bucket, slots in others.values())
         return dataclasses.replace(plan, buckets=buckets)
 
-    def messages(self, plan: BucketPlan, bucket: Bucket) -> list[Bucket]:
-        numel = sum(slot.numel for each in plan.buckets for slot in each.slots)
-        return messages_of_rows(bucket, self.world_size, message_size(self.config, numel))
-
     def emitter(self, *args: Any) -> Emitter:
         return _RowsEmitter(*args, decompositions=self._decompositions())
 
@@ -95,18 +89,15 @@ class ScatterGradients(BucketAllreduce):
             buckets: of the parameters whose gradients were added to those of earlier calls.
         """
         node = apply_node(gm)
-        messages = [message for bucket in self.plan.buckets for message in self.messages(self.plan, bucket)]
-        alone = {name: at for at, message in enumerate(messages) if travels_alone(message, self.world_size)
-                 for name in (message.slots[0].parameter, *message.slots[0].shared_with)}
+        first_wait = next((wait for wait in gm.graph.nodes if is_wait(wait) and MARK in wait.meta), node)  # sums travel meanwhile
         params, whole = list(node.args[0]), plan_of(node.args[3]).whole
         for place, gradient in enumerate(node.args[1]):
             if place in whole or not has_rows(value(p := params[place])):
                 continue
-            with gm.graph.inserting_before(node):
-                params[place] = call(gm.graph, own_rows_view, (p, self.world_size, self.group_name), like=node,
+            with gm.graph.inserting_before(first_wait):
+                params[place] = call(gm.graph, own_rows, (p, self.world_size, self.group_name), like=node,
                                      name=f"{identifier(p.meta[NAME])}_rows")
             params[place].meta[NAME] = p.meta[NAME]
-            params[place].meta[ALONE] = alone.get(p.meta[NAME]) if value(p).is_contiguous() else None
             if gradient is not None:
                 params[place].meta[ROWS] = gradient.meta.get(MARK, buckets.get(p, _EARLIER))
         node.args = (params, *node.args[1:])
@@ -123,37 +114,28 @@ def _take_apart(node: fx.Node) -> dict[fx.Node, int]:
 
 
 class _RowsEmitter(Emitter):
-    """The same with each message in a part for each rank: its rows of the first gradient, of the second, ..."""
+    """The same with each bucket in a part for each rank: its rows of the first gradient, of the second, ..."""
 
     def __init__(self, *args: Any, decompositions: Mapping[Any, Any]) -> None:
         super().__init__(*args)
         self.decompositions = decompositions
-        self._written = written_storages(self.graph.owning_module)
 
     def flatten(self, index: int, bucket: Bucket, sources: Sequence[fx.Node], *, like: fx.Node) -> fx.Node:
         if not bucket.slots[0].shape:
             return super().flatten(index, bucket, sources, like=like)
-        if travels_alone(bucket, self.plan.world_size):
-            [gradient] = sources
-            is_written = not storages(value(gradient)).isdisjoint(self._written)  # memory that is cleared, maybe before the wait
-            if value(gradient).is_contiguous() and not is_written:
-                return gradient
-            return self.call(index, aten.clone.default, (gradient,), {"memory_format": torch.contiguous_format}, like=like)
         flat = inline(self.graph, _by_rank, (sources, self.plan.world_size), like=like, mode=self.mode,
                       decompositions=self.decompositions)
         return self.call(index, aten.view.default, (flat, [-1]), like=like, name=f"bucket_{index}")
 
-    def reduce(self, index: int, bucket: Bucket, flat: fx.Node, *, like: fx.Node) -> fx.Node:
-        if not bucket.slots[0].shape:
-            return super().reduce(index, bucket, flat, like=like)
+    def reduce(self, index: int, flat: fx.Node, *, like: fx.Node) -> fx.Node:
+        if not self.plan.buckets[index].slots[0].shape:
+            return super().reduce(index, flat, like=like)
         return self.call(index, c10d.reduce_scatter_tensor.default, (flat, "sum", self.plan.world_size, self.plan.group_name),
                          like=like, name=f"bucket_{index}_started")
 
     def parts(self, index: int, bucket: Bucket, flat: fx.Node, *, like: fx.Node) -> list[fx.Node]:
         if not bucket.slots[0].shape:
             return super().parts(index, bucket, flat, like=like)
-        if travels_alone(bucket, self.plan.world_size):
-            return [flat]
         sizes = [-(-slot.shape[0] // self.plan.world_size) * math.prod(slot.shape[1:]) for slot in bucket.slots]
         split = self.call(index, aten.split_with_sizes.default, (flat, sizes), like=like, name=f"bucket_{index}_parts")
         return [self.call(index, operator.getitem, (split, place), like=like, name=gradient_name(slot, flat=True))
@@ -162,8 +144,6 @@ class _RowsEmitter(Emitter):
     def restore(self, index: int, slot: Slot, part: fx.Node, *, like: fx.Node) -> fx.Node:
         if not slot.shape:
             return super().restore(index, slot, part, like=like)
-        if value(part).dim() == len(slot.shape) > 1:
-            return part
         first, last = span(slot.shape[0], self.plan.world_size, self.plan.group_name)
         shape = (last - first, *slot.shape[1:])
         if (numel := math.prod(shape)) < value(part).numel():  # the last ranks have fewer rows than the others

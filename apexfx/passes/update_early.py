@@ -16,7 +16,7 @@ from ..buckets.windows import MARK, Window, windows
 from ..graph.collectives import is_collective, is_wait
 from ..graph.mutation import storages, written
 from ..graph.nodes import call, fake_mode, size_hint, value
-from ..graph.order import aliases, readers
+from ..graph.order import readers
 from ..graph.printing import count_text
 from ..report.records import Artifacts
 from .base import Pass
@@ -140,13 +140,13 @@ class _Part:
         gradients = {self.update.args[1][i] for i in self.members}
         behind = (gradients | {source for node in self._waited for source in node.all_input_nodes}) - self._waited
         for wait in filter(is_wait, self._waited):
-            place, bucket = self._places[wait.args[0]], wait.meta[MARK]
-            starts = [node for node in self._places if is_collective(node) and node.meta.get(MARK, bucket) != bucket]
+            starts = [node for node in self._places if is_collective(node) and MARK in node.meta]
+            place = self._places[wait.args[0]]
             behind.add(next((start for start in starts if self._places[start] > place), wait))
         lists = [argument for argument in self.update.args if isinstance(argument, (list, tuple)) and argument]
         own = {tensors[i] for tensors in lists for i in self.members}
         for tensor in own.intersection(written(self.update)):
-            behind.update(node for node in readers(tensor.args[0] if aliases(tensor) else tensor) if node not in own)
+            behind.update(readers(tensor))
         of_gradients = frozenset().union(*(storages(value(gradient)) for gradient in gradients))  # a part may write it
         behind.update(node for node in self._places.keys() - self._waited
                       if any(storages(value(source)) & of_gradients for source in written(node)))

@@ -76,4 +76,4 @@ def communicated(code: str, num_ranks: int) -> Iterator[tuple[str, int]]:
                 yield "wait", started[first]
             else:
                 started[name] = num_bytes * (num_ranks if op == "reduce_scatter_tensor" else 1)
-                yield op.removesuffix("_out").removesuffix("_tensor").removesuffix("_into"), started[name]
+                yield op.removesuffix("_tensor").removesuffix("_into"), started[name]

@@ -104,7 +104,7 @@ def like_ddp(rank, world_size, name, kind, options):
     assert [f"shard={sharded}" in repr(step) for step in steps] == [False, True]
     if options.get("ddp") and not {"loss_scale", "accumulate"} & options.keys():  # a gather has begun while the backward goes on
         code = steps[1].print_readable(print_output=False)
-        assert code.index("all_gather_into_tensor") < code.rindex("aten.mm.default")
+        assert code.index("all_gather_into_tensor.default(flatten_bucket") < code.rindex("aten.mm.default")
     theirs, ours = (step.model.state_dict() for step in steps)
     torch.testing.assert_close(ours, theirs, **limits)
     for p, own in zip(*(step.model.parameters() for step in steps)):

@@ -2,8 +2,7 @@
 
 A model under `fully_shard` gathers a group of parameters in front of what reads it first, each while the one before it computes;
 in the backward it does so again, but for the model's own group and the one that the forward gathered last. A group's gradients
-are summed so that each rank has its rows. `shard="optimizer"` sums buckets so, and gathers what was updated of each; a large
-gradient, and its parameter, travel alone, without a copy.
+are summed so that each rank has its rows. `shard="optimizer"` sums buckets so, and gathers what was updated of each.
 
 A sum is waited for behind the start of the next one, and there its update follows. Where gradients are clipped, all updates wait
 for their norm, a sum of two numbers more; buckets are waited for in front of that.
@@ -13,15 +12,14 @@ The exchange of directions by which Muon makes each matrix orthogonal on one ran
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...buckets.bucket import Bucket, GradientSpec, Slot
-from ...buckets.plan import BucketPlan, messages_of_rows, travels_alone
+from ...buckets.bucket import GradientSpec, Slot
+from ...buckets.plan import BucketPlan
 from .network import Network
 from .profile import Profile
 from .timeline import Start, Task, Wait, Work
@@ -41,13 +39,11 @@ class _Rows:
     """Parameters of which each rank has rows.
 
     Attributes:
-        number: of the bucket or group.
+        number: in names.
         parameters: their names.
         numel: of all.
         padded: the same with as many rows on each rank.
         itemsize: of what is computed in.
-        part: in names, behind the number.
-        alone: travel without a copy.
     """
 
     number: int
@@ -55,19 +51,12 @@ class _Rows:
     numel: int
     padded: int
     itemsize: int
-    part: str = ""
-    alone: bool = False
 
     @classmethod
-    def of(cls, number: int, members: Iterable[tuple[str, GradientSpec | Slot]], itemsize: int, num_ranks: int, part: str = "",
-           alone: bool = False) -> _Rows:
+    def of(cls, number: int, members: Iterable[tuple[str, GradientSpec | Slot]], itemsize: int, num_ranks: int) -> _Rows:
         names, specs = zip(*members)
         padded = sum(-(-(spec.shape or (1,))[0] // num_ranks) * num_ranks * math.prod(spec.shape[1:]) for spec in specs)
-        return cls(number, names, sum(spec.numel for spec in specs), padded, itemsize, part, alone)
-
-    @property
-    def name(self) -> str:
-        return f"{self.number}{self.part}"
+        return cls(number, names, sum(spec.numel for spec in specs), padded, itemsize)
 
     @property
     def num_bytes(self) -> int:
@@ -89,22 +78,17 @@ class _Rank:
         takes = self.network.allreduce_seconds if kind == "all_reduce" else self.network.gather_seconds
         self.program.append(Start(name, takes(num_bytes, self.num_ranks), channel, num_bytes, kind))
 
-    def fill(self, name: str, rows: _Rows, num_bytes: float) -> None:
-        size = (0, 0) if rows.alone else (len(rows.parameters), num_bytes)
-        self.program.append(Work(f"fill {name}", self.costs.fill.seconds(*size), "fill"))
-
     def start_gather(self, name: str, rows: _Rows, num_bytes: int) -> None:
-        self.fill(name, rows, num_bytes / self.num_ranks)
+        fill = self.costs.fill.seconds(len(rows.parameters), num_bytes / self.num_ranks)
+        self.program.append(Work(f"fill {name}", fill, "fill"))
         self.collective("all_gather", name, num_bytes)
 
     def end_gather(self, name: str, rows: _Rows, num_bytes: int) -> None:
-        self.program.append(Wait(name))
-        if not rows.alone:
-            write = self.costs.write.seconds(len(rows.parameters), num_bytes)
-            self.program.append(Work(f"write {name}", write, "write"))
+        write = self.costs.write.seconds(len(rows.parameters), num_bytes)
+        self.program += [Wait(name), Work(f"write {name}", write, "write")]
 
     def update(self, rows: _Rows) -> None:
-        self.program.append(Work(f"update {rows.name}", self.update_s * rows.numel, "optimizer"))
+        self.program.append(Work(f"update {rows.number}", self.update_s * rows.numel, "optimizer"))
 
 
 class _Gathers:
@@ -141,7 +125,7 @@ class _Gathers:
             self._rank.start_gather(self._name(left[0]), left[0], left[0].num_bytes)
 
     def _name(self, rows: _Rows) -> str:
-        return f"gather {rows.name}" + (" again" if self._pass == "backward" else "")
+        return f"gather {rows.number}" + (" again" if self._pass == "backward" else "")
 
 
 class _Sums:
@@ -149,14 +133,13 @@ class _Sums:
 
     Args:
         name: what one is of: "bucket", in an order of their own, or "group", as they are ready.
-        rows: of each, as they travel; those of a bucket or group behind each other.
+        rows: of each.
     """
 
     def __init__(self, rank: _Rank, name: str, rows: Sequence[_Rows]) -> None:
         self._rank, self._name = rank, name
-        self._left, self._started, self._pending = list(rows), list[_Rows](), list[_Rows]()
-        self._waits_for_all = rank.clips and name == "bucket"
-        self._gathering: list[_Rows] = []
+        self._left, self._started = list(rows), list[_Rows]()
+        self._gathering: _Rows | None = None
 
     def start(self, ready: set[str]) -> None:
         for rows in list(self._left):
@@ -167,65 +150,59 @@ class _Sums:
 
     def _start(self, rows: _Rows) -> None:
         self._left.remove(rows)
-        self._rank.fill(f"{self._name} {rows.name}", rows, rows.num_bytes)
-        self._rank.collective("reduce_scatter", f"{self._name} {rows.name}", rows.num_bytes)
+        fill = self._rank.costs.fill.seconds(len(rows.parameters), rows.num_bytes)
+        self._rank.program.append(Work(f"fill {self._name} {rows.number}", fill, "fill"))
+        self._rank.collective("reduce_scatter", f"{self._name} {rows.number}", rows.num_bytes)
         self._started.append(rows)
-        if self._pending and self._pending[0].number != rows.number and not self._waits_for_all:
-            self._end()
-        self._pending.append(rows)
+        if self._started[1:] and not (self._rank.clips and self._name == "bucket"):
+            self._end(self._started[-2])
 
-    def _end(self) -> None:
-        ended, self._pending = self._pending, []
-        for rows in ended:
-            self._rank.program.append(Wait(f"{self._name} {rows.name}"))
+    def _end(self, rows: _Rows) -> None:
+        self._rank.program.append(Wait(f"{self._name} {rows.number}"))
         if not self._rank.clips:
-            self._update(ended)
-
-    def _update(self, updated: Sequence[_Rows]) -> None:
-        for rows in updated:
             self._rank.update(rows)
-        for _, bucket in itertools.groupby(updated if self._name == "bucket" else (), key=lambda rows: rows.number):
-            self._gather(list(bucket))
+            self._start_gather(rows)
 
-    def _gather(self, bucket: list[_Rows]) -> None:
-        alone = [rows for rows in bucket if rows.alone]
-        rest = [rows for rows in bucket if not rows.alone]
-        for rows in (*alone, *rest):
-            self._rank.start_gather(f"gather {rows.name}", rows, rows.padded * _UPDATED_ITEMSIZE)
-        self._end_gather()
-        self._gathering = [*rest, *alone]
+    def _start_gather(self, rows: _Rows) -> None:
+        if self._name == "bucket":
+            self._rank.start_gather(f"gather {rows.number}", rows, rows.padded * _UPDATED_ITEMSIZE)
+            self._end_gather()
+            self._gathering = rows
 
     def _end_gather(self) -> None:
-        for rows in self._gathering:
-            self._rank.end_gather(f"gather {rows.name}", rows, rows.padded * _UPDATED_ITEMSIZE)
+        if (rows := self._gathering) is not None:
+            self._rank.end_gather(f"gather {rows.number}", rows, rows.padded * _UPDATED_ITEMSIZE)
 
     def end(self) -> None:
         for rows in list(self._left):
             self._start(rows)
-        self._end()
+        for rows in self._started if self._rank.clips and self._name == "bucket" else self._started[-1:]:
+            self._end(rows)
         if self._rank.clips:
             self._rank.collective("all_reduce", "norm", _NORM_BYTES)
             self._rank.program.append(Wait("norm"))
-            self._update(self._started)
+            for do in (self._rank.update, self._start_gather):  # one update of all
+                for rows in self._started:
+                    do(rows)
         self._end_gather()
 
 
-def sharded_program(profile: Profile, network: Network, num_ranks: int, plan: BucketPlan | None, message_size: int,
-                    costs: Costs, clips: bool) -> list[Task]:
+def sharded_program(profile: Profile, network: Network, num_ranks: int, plan: BucketPlan | None, costs: Costs,
+                    clips: bool) -> list[Task]:
     """Return what a rank does in a step, in order.
 
     Args:
         profile: with groups, where the model is sharded.
         network, num_ranks, costs: as of `simulate`.
         plan: of the buckets of `shard="optimizer"`; None where the model is sharded.
-        message_size: of the plan.
         clips: whether gradients are clipped by their norm.
     """
     numel = sum(spec.numel for spec in profile.gradients)
     rank = _Rank(network, num_ranks, costs, profile.optimizer_s / max(numel, 1), clips)
     if plan is not None:
-        rows = [_of_message(number, part, message, num_ranks) for number, bucket in enumerate(plan.buckets)
-                for part, message in enumerate(messages_of_rows(bucket, num_ranks, message_size))]
+        of_buckets = [[(slot.parameter, slot) for slot in bucket.slots] for bucket in plan.buckets]
+        itemsizes = [bucket.reduce_dtype.itemsize for bucket in plan.buckets]
+        rows = [_Rows.of(i, members, size, num_ranks) for i, (members, size) in enumerate(zip(of_buckets, itemsizes))]
         sums, gathers = _Sums(rank, "bucket", rows), _Gathers(rank, (), ())
     else:
         sums, gathers = _of_groups(rank, profile)
@@ -247,12 +224,6 @@ def sharded_program(profile: Profile, network: Network, num_ranks: int, plan: Bu
     sums.end()
     rank.program.append(Work("step", costs.per_step_s, "write"))
     return rank.program
-
-
-def _of_message(number: int, part: int, message: Bucket, num_ranks: int) -> _Rows:
-    members = [(slot.parameter, slot) for slot in message.slots]
-    return _Rows.of(number, members, message.reduce_dtype.itemsize, num_ranks, f".{part}" if part else "",
-                    travels_alone(message, num_ranks))
 
 
 def _of_groups(rank: _Rank, profile: Profile) -> tuple[_Sums, _Gathers]:

@@ -12,7 +12,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...buckets.plan import BucketPlan, message_size, plan_buckets
+from ...buckets.plan import BucketPlan, plan_buckets
 from ...config import BucketConfig
 from .devices import Device
 from .network import Network
@@ -164,8 +164,7 @@ def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketC
 
     def program_of(profile: Profile) -> list[Task]:
         if shard is not None:
-            size = message_size(config or BucketConfig(), sum(spec.numel for spec in profile.gradients))
-            return sharded_program(profile, network, num_ranks, plan, size, costs, clips)
+            return sharded_program(profile, network, num_ranks, plan, costs, clips)
         return _program(profile, network, num_ranks, plan, costs)
 
     program = program_of(profile)

@@ -47,7 +47,7 @@ def predicted(name, shard, num_ranks, clips):
     profile = analytic(model, inputs, DEVICES["a100"], blocks=MODELS[name].blocks if shard == "model" else None)
     plan = None if shard == "model" else plan_for(profile, _CONFIG, num_ranks)
     started = {}
-    for task in sharded_program(profile, PRESETS["ethernet-10g"], num_ranks, plan, _CONFIG.message_size, Costs(), clips):
+    for task in sharded_program(profile, PRESETS["ethernet-10g"], num_ranks, plan, Costs(), clips):
         if isinstance(task, Start):
             started[task.name] = task.num_bytes
             yield task.kind, task.num_bytes
