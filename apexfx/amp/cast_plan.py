@@ -54,8 +54,12 @@ class Decision(NamedTuple):
     places: tuple[tuple[int | str, torch.dtype], ...] | None
 
 
-def signature(values: Any, marks: list[Any]) -> None:
-    """Append what decisions depend on for each value, sequences and dicts flattened: a tensor's dtype, a mark, or None."""
+def signature(values: Any, marks: list[Any], nests: list[int]) -> None:
+    """Append what decisions depend on for each value, sequences and dicts flattened: a tensor's dtype, a mark, or None.
+
+    Args:
+        nests: gets place and length of each sequence and dict, which tell `f(a, b)` from `f([a, b])`.
+    """
     for value in values:
         kind = value.__class__
         if kind is Tensor or kind is Parameter:
@@ -65,13 +69,15 @@ def signature(values: Any, marks: list[Any]) -> None:
         elif kind is float or kind is int:
             marks.append(None if -_NARROWEST <= value <= _NARROWEST else _WIDE)
         elif kind is tuple or kind is list:
-            signature(value, marks)
+            nests += (len(marks), len(value))
+            signature(value, marks, nests)
         elif isinstance(value, Tensor):
             marks.append(value.dtype)
         elif kind is torch.dtype:
             marks.append(_DTYPE)
         elif isinstance(value, dict):
-            signature(value.values(), marks)
+            nests += (len(marks), len(value))
+            signature(value.values(), marks, nests)
         else:
             marks.append(None)
 
@@ -118,12 +124,13 @@ class CastPlan:
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         kinds: list[Any] = []
-        signature(args, kinds)
+        nests: list[int] = []
+        signature(args, kinds, nests)
         if kwargs:
-            signature(kwargs.values(), kinds)
-            key: Any = (*kinds, *kwargs, kwargs.get("inplace") is True)
+            signature(kwargs.values(), kinds, nests)
+            key: Any = (*kinds, *nests, *kwargs, kwargs.get("inplace") is True)
         else:
-            kwargs, key = {}, tuple(kinds)
+            kwargs, key = {}, (*kinds, *nests)
         if self.name == "einsum":
             key = (*key, *(arg for arg in args[:1] if isinstance(arg, str)))
         decision = self._decisions.get(key)
@@ -180,7 +187,7 @@ class CastPlan:
             targets = tuple(torch.float32 if kind == self.executor.half else None for kind in kinds)
         elif out:
             result: list[Any] = []
-            signature([kwargs["out"]], result)
+            signature([kwargs["out"]], result, [])
             targets = decide(rule, [result[0], *kinds], self.executor.half)[1:]
         else:
             targets = decide(rule, operand_dtypes(self.name, args, kwargs, kinds), self.executor.half)
@@ -251,7 +258,7 @@ def passing(plan: CastPlan) -> Callable[..., Any]:
             return func(*args, **kwargs) if kwargs else func(*args)
         except RuntimeError as error:
             kinds: list[Any] = []
-            signature((*args, *(kwargs or {}).values()), kinds)
+            signature((*args, *(kwargs or {}).values()), kinds, [])
             plan.explain(error, kinds)
             raise
 

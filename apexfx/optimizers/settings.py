@@ -22,7 +22,8 @@ def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collect
     """
     if not reads_groups_alone(optimizer):
         yield from (((None, name), value) for name, value in attributes_of(optimizer).items())
-        yield from (((None, f"params.{name}"), value) for group in optimizer.param_groups for p in group["params"]
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        yield from (((None, f"params[{place}].{name}"), value) for place, p in enumerate(params)
                     for name, value in attributes_of_parameter(optimizer, p).items())
     for place, group in enumerate(optimizer.param_groups):
         left_out = {"lr", "params", *changing.get(place, ())}

@@ -75,6 +75,13 @@ def test_casts_at_known_places_are_those_of_arguments_one_by_one(name, half):
         assert len({r.dtype for r in flat}) == 1 and all(torch.equal(r, flat[0]) for r in flat)
 
 
+def test_a_sequence_of_arguments_is_told_from_the_arguments():
+    x, w = ones(4, 4), nn.Parameter(ones(4, 4))
+    with CastExecutor(B):
+        results = [torch.einsum("ij,jk->ik", *operands) for operands in ((x, w), ([x, w],), (x, w))]
+    assert [(r.dtype, float(r.sum())) for r in results] == [(B, 64.0)] * 3
+
+
 def test_values_may_be_read_on_the_host():
     with CastExecutor(B):
         assert float(ones()) == int(ones()) == bool(ones()) == ones().item() == 1.0

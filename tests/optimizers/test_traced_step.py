@@ -168,6 +168,21 @@ def test_what_a_step_reads_of_its_optimizer_is_read_again_where_it_changes(name)
     assert_same(model.state_dict(), before)
 
 
+def test_what_is_set_on_one_parameter_and_then_on_another_is_of_the_other():
+    model, reference = Net(), Net()
+    optimizer, theirs = (foreign.OfOptions(each.parameters(), lr=0.1) for each in (model, reference))
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
+    for number, batch in enumerate(batches(3)):
+        for each in (model, reference):
+            for place, p in enumerate(each.parameters()):
+                vars(p).pop("rate", None)
+                if place == number:
+                    p.rate = 0.5
+        step(*batch)
+        eager_step(reference, [theirs], *batch)
+    assert_same(model.state_dict(), reference.state_dict())
+
+
 def test_a_branch_by_the_rate_is_that_of_each_optimizer_now_whichever_parameters_have_a_gradient():
     models, references = [Net(), Net()], [Net(), Net()]
     made = [[foreign.UpTo(each.parameters(), lr=0.05, weight_decay=limit) for each, limit in zip(every, (1.0, 0.1))]
