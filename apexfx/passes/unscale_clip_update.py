@@ -15,7 +15,6 @@ from ..graph.mutation import storages, written_storages
 from ..graph.nodes import CASTS, before_upcast, call, fake_mode, inline, insert_after, value
 from ..ops.apply_gradients import Plan, plan_of
 from ..optimizers.end_of_step import run_parts
-from ..optimizers.traced_step import TRACES
 from .base import Pass
 
 SKIP = "apexfx_skip"  # meta key of the node that says whether a step is skipped; False where none ever is
@@ -53,16 +52,15 @@ class UnscaleClipUpdate(Pass):
         trained_inputs(gm, node)  # or it is refused
         params, grads, slots, text, *count = node.args
         plan, mode = plan_of(text), fake_mode(gm.graph)
-        for part in plan.updates:  # before the graph's own tensors are fake ones
-            if not part.reads_halves:
-                TRACES[part.digest].graph(tuple(g is not None for g in grads[part.first:part.last]))
+        for part in plan.updates:
+            part.prepare([g is not None for g in grads])
         memory = storages([value(node) for node in (*params, *slots)])
         written = written_storages(gm)
         memory |= storages([value(node) for node in gm.graph.find_nodes(op="placeholder")]) & written
         own = [_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in _as_read(plan, grads, written)]
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
-            traced = any(not part.reads_halves for part in plan.updates)
+            traced = any(part.is_traced for part in plan.updates)
             skip, norm, gradients = inline(gm.graph, run_parts, (plan, params, own, slots, *count), like=node, mode=mode,
                                            decompositions=self._decompositions() if traced else {})
         skip.meta[SKIP] = bool(count) or any(part.may_skip for part in plan.parts)

@@ -100,11 +100,15 @@ class ApplyStep(Part):
     vectors: tuple[tuple[str, tuple[int, ...]], ...]
     numbers: tuple[str, ...]
     updates: ClassVar[bool] = True
+    is_traced: ClassVar[bool] = True
 
     @property
     def whole(self) -> bool:
         ranks = traced_step.TRACES[self.digest].ranks
         return ranks is not None and ranks.whole
+
+    def prepare(self, has_gradient: Sequence[bool]) -> None:
+        traced_step.TRACES[self.digest].graph(tuple(has_gradient[self.first:self.last]))
 
     def apply(self, end: EndOfStep) -> None:
         grads = end.grads[self.first:self.last]

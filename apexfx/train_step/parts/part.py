@@ -72,6 +72,7 @@ class Part:
             `end.norm` and `end.norms`: for a step of which each rank has rows, under `fully_shard` or by `shard=`.
         updates: whether it updates parameters.
         reads_halves: whether a half gradient may be read before it was widened for its parameter, by one that updates.
+        is_traced: whether it is of ops of a user's, which Inductor decomposes.
         whole: whether it updates whole parameters where each rank has rows of their gradients.
         may_skip: whether it may have a step skipped.
     """
@@ -81,12 +82,16 @@ class Part:
     by_element: ClassVar[bool] = False
     updates: ClassVar[bool] = False
     reads_halves: ClassVar[bool] = False
+    is_traced: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     may_skip: ClassVar[bool] = False
 
     def slots(self) -> Sequence[Slot]:
         """Return the slots that it reads or writes."""
         return ()
+
+    def prepare(self, has_gradient: Sequence[bool]) -> None:
+        """Trace what it runs, of parameters that have a gradient or not, before the graph that it is traced into is looked at."""
 
     def apply(self, end: EndOfStep) -> None:
         """Do it, in plain torch, which is traced into the graph: read what `end` has, write slots, hand something on."""
