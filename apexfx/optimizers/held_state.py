@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..config import is_number
 from ._checkpoints import check_numbers, lacking, short
-from .symbolic_numbers import NotTraceable
-from .traced_step import initial_state
+from .traced.initial_state import initial_state
+from .traced.symbolic_numbers import NotTraceable
 from .update_rules import RULES
 
 # The first: torch puts it into the defaults of any class that loads a state; the second is of the constructor alone.

@@ -18,8 +18,9 @@ from .fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 from .layout import WHOLE, Layout
-from .symbolic_numbers import NotTraceable
-from .traced_step import Place, SharedDiffer, StepTrace, initial_state, numbers_of, read_number, trace_key
+from .traced.initial_state import initial_state
+from .traced.step_trace import Place, SharedDiffer, StepTrace, numbers_of, read_number, trace_key
+from .traced.symbolic_numbers import NotTraceable
 from .update import Update, kind_of, unlike_state
 
 FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)

@@ -17,7 +17,7 @@ from tests.train_step.test_optimizers import Net, assert_same, batches, eager_st
 from tests.train_step.test_step import ROUNDING
 
 import apexfx  # isort: skip
-from apexfx.optimizers import traced_step  # isort: skip
+from apexfx.optimizers.traced import initial_state  # isort: skip
 from apexfx.optimizers.update_rules import traced_update, unsupported_reason  # isort: skip
 
 CASES = [
@@ -202,11 +202,12 @@ def test_a_branch_by_the_rate_is_that_of_each_optimizer_now_whichever_parameters
 
 def test_a_first_step_is_done_for_one_parameter_of_a_kind_and_once(monkeypatch):
     steps = []
-    monkeypatch.setattr(traced_step, "_first_step", lambda *args, run=traced_step._first_step: steps.append(args) or run(*args))
+    first_step = initial_state._first_step
+    monkeypatch.setattr(initial_state, "_first_step", lambda *args: steps.append(args) or first_step(*args))
     params = [torch.nn.Parameter(torch.randn(size, 4)) for size in (3, 3, 3, 5)]
     optimizer = foreign.Lion([{"params": params[:2]}, {"params": params[2:]}])
     for _ in range(2):
-        states = traced_step.initial_state(optimizer, params)
+        states = initial_state.initial_state(optimizer, params)
         assert [state["exp_avg"].shape for state in states] == [p.shape for p in params]
         assert len(steps) == 2 * 4
 

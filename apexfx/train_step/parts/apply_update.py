@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...graph.printing import count_text
-from ...optimizers import traced_step
 from ...optimizers.end_of_step import EndOfStep
+from ...optimizers.traced.step_trace import TRACES, StepTrace
 from ...optimizers.update import call_op, counts_updates, unlike_state
 from .part import Part
 
@@ -104,11 +104,10 @@ class ApplyStep(Part):
 
     @property
     def whole(self) -> bool:
-        ranks = traced_step.TRACES[self.digest].ranks
-        return ranks is not None and ranks.whole
+        return self._trace.ranks is not None and self._trace.ranks.whole
 
     def prepare(self, has_gradient: Sequence[bool]) -> None:
-        traced_step.TRACES[self.digest].graph(tuple(has_gradient[self.first:self.last]))
+        self._trace.graph(tuple(has_gradient[self.first:self.last]))
 
     def apply(self, end: EndOfStep) -> None:
         grads = end.grads[self.first:self.last]
@@ -116,12 +115,16 @@ class ApplyStep(Part):
             return
         held = [end.slots(name, [place])[0] for name, place in self.held]
         vectors = [(end.slot(name), [place - self.first for place in places]) for name, places in self.vectors]
-        traced_step.apply(self.digest, end.params[self.first:self.last], grads, held, vectors,
+        self._trace.apply(end.params[self.first:self.last], grads, held, vectors,
                           [end.slot(name) for name in self.numbers], (end.inverse, end.clip), end.skip)
 
     def describe(self) -> str:
-        nodes, params = traced_step.TRACES[self.digest].num_nodes, self.last - self.first
-        return f"{self.name}, traced: {count_text(nodes, 'node')} over {count_text(params, 'parameter')}"
+        nodes, params = count_text(self._trace.num_nodes, "node"), count_text(self.last - self.first, "parameter")
+        return f"{self.name}, traced: {nodes} over {params}"
+
+    @property
+    def _trace(self) -> StepTrace:
+        return TRACES[self.digest]
 
 
 def _counts(count: Tensor, members: Sequence[int]) -> list[Tensor]:

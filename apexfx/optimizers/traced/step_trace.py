@@ -7,22 +7,18 @@ cannot be a graph is refused by the line that does it: a number that is needed o
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
-import os
-import traceback
-import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 
-from .._torch import (
+from ..._torch import (
     FakeTensorMode,
     as_parameter,
     is_dtensor,
@@ -33,20 +29,19 @@ from .._torch import (
     storage_address,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_unflatten,
 )
-from ..random_state import forked_random, places_in_random
-from .layout import WHOLE, Layout, Ranks
+from ...random_state import forked_random, places_in_random
+from ..layout import WHOLE, Layout, Ranks
+from ..settings import attributes_of, attributes_of_parameter, comparable_value, settings_of
+from ..update import kind_of, unlike_state
 from .over_ranks import share_matrices
-from .settings import attributes_of, attributes_of_parameter, comparable_value, reads_groups_alone, settings_of
-from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, Recorder, asked_for_ids, asked_of_numbers
-from .update import kind_of, unlike_state
+from .recorder import Recorder
+from .shadow import copied, facts_of, reason_of, same, shadow_of
+from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, asked_for_ids, asked_of_numbers
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
-_OUR_FILES = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCH_FILES, _TORCH_OPTIM = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torch.optim.__file__) + os.sep
-_NUMBERS = (int, float, bool)
+_NOTHING = object()
 
 
 def read_number(groups: Sequence[dict[str, Any]], place: Place) -> Any:
@@ -154,7 +149,7 @@ class StepTrace:
             alone = len(tree_leaves(states[p][name])) == 1
             yield p, name if alone else f"{name}.{number}", leaves[place]
 
-    def check(self, params: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+    def _check(self, params: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         """Refuse other tensors than those that the step was traced for."""
         for tensor, own in zip((*params, *held), self._given, strict=True):
             if kind_of(tensor) != kind_of(own):
@@ -175,7 +170,7 @@ class StepTrace:
             except SharedDiffer:
                 raise
             except Exception as error:
-                raise NotTraceable(_reason(error)) from error
+                raise NotTraceable(reason_of(error)) from error
         return self._graphs[present]
 
     def _traced(self, present: tuple[bool, ...]) -> tuple[fx.GraphModule, list[int]]:
@@ -211,24 +206,24 @@ class StepTrace:
         params, grads, held, firsts, scalars = _split([tensor.clone() for tensor in tensors], sizes)
         following = iter(grads)
         for p, here, attributes in zip(params, present, self._of_params):
-            as_parameter(p, _copied(attributes)).grad = next(following) if here else None
+            as_parameter(p, copied(attributes)).grad = next(following) if here else None
         leaves = [list(each) for each in self._leaves]
         for (p, place), tensor in zip(self._held, held):
             leaves[p][place] = tensor
         for (p, place), index in self._shared.items():
             leaves[p][place] = firsts[index].clone()
-        groups = [{**{k: v if isinstance(v, Tensor) else _copied(v) for k, v in group.items()},
+        groups = [{**{k: v if isinstance(v, Tensor) else copied(v) for k, v in group.items()},
                    "params": [p if isinstance(p, Tensor) else params[p] for p in group["params"]]} for group in self._groups]
         for place, scalar in zip(self.numbers.values(), scalars):
             _set_number(groups, place, self._symbolic(recorder, place, scalar))
-        state: dict[Any, Any] = defaultdict(dict, {k: _copied(v) for k, v in self._others.items()})
+        state: dict[Any, Any] = defaultdict(dict, {k: copied(v) for k, v in self._others.items()})
         state.update((p, tree_unflatten(own, tree)) for p, own, tree in zip(params, leaves, self._trees) if own)
         shadow = shadow_of(self._class, self._attributes, groups, state)
-        before = _facts(shadow)
+        before = facts_of(shadow)
         with AsFunctionalized(), asked_of_numbers(), asked_for_ids(), \
                 patch.object(muon, "_zeropower_via_newtonschulz", _orthogonalized):
             plain_step(self._class)(shadow)
-        if changed := [name for name, value in _facts(shadow).items() if not _same(value, before.pop(name, _NOTHING))]:
+        if changed := [name for name, value in facts_of(shadow).items() if not same(value, before.pop(name, _NOTHING))]:
             raise NotTraceable(f"counts in Python: {changed[0]} is another after it")
         new: list[list[Any]] = []
         for p, tree in zip(params, self._trees):
@@ -247,6 +242,39 @@ class StepTrace:
         if isinstance(now := self._now[place], Tensor):
             return scalar.to(now.dtype).reshape(now.shape)
         return recorder.symbolic_input(scalar, lambda numbers: numbers[place])
+
+    def apply(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], held: Sequence[Tensor],
+              shared: Sequence[tuple[Tensor, Sequence[int]]], numbers: Sequence[Tensor], factors: Sequence[Tensor | None],
+              skip: Tensor | None) -> None:
+        """Update parameters and state as a traced step does; where `skip` is not 0, change nothing.
+
+        Args:
+            held: the tensors of the state that each parameter has for itself.
+            shared: (vector, its members) of those that parameters have in common.
+            numbers: that the host sets, 0-d, float64.
+            factors: of the gradients, or None.
+        """
+        present = tuple(g is not None for g in grads)
+        graph, written = self.graph(present)
+        self._check(params, held)
+        own = [g for g in grads if g is not None]
+        for factor in (factor for factor in factors if factor is not None):
+            own = [g * factor.to(g.dtype) for g in own]
+        if skip is not None:  # an op may raise where something is not finite
+            own = [torch.where(skip != 0, 0.0, g) for g in own]
+        updated = [[i for i, p in enumerate(members) if present[p]] for _, members in shared]
+        firsts = [vector[places[0] if places else 0] for (vector, _), places in zip(shared, updated)]
+        old = [*params, *held, *firsts]
+        new = dict(zip(written, graph(*params, *own, *held, *firsts, *numbers)))
+        if skip is not None:
+            new = {place: torch.where(skip != 0, old[place], value) for place, value in new.items()}
+        own_places = [place for place in new if place < len(params) + len(held)]
+        torch.ops.aten._foreach_copy_([old[place] for place in own_places], [new[place] for place in own_places])
+        for place, ((vector, members), places) in enumerate(zip(shared, updated), len(params) + len(held)):
+            if place in new and len(places) == len(members):
+                vector.copy_(new[place])
+            elif place in new:
+                vector.copy_(torch.stack([new[place] if i in places else vector[i] for i in range(len(members))]))
 
     def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Return whether the branches are taken that were traced, by what the groups have now, as those traced next will be."""
@@ -268,245 +296,6 @@ class SharedDiffer(Exception):
 
 
 TRACES: weakref.WeakValueDictionary[str, StepTrace] = weakref.WeakValueDictionary()  # by digest
-
-
-def apply(digest: str, params: Sequence[Tensor], grads: Sequence[Tensor | None], held: Sequence[Tensor],
-          shared: Sequence[tuple[Tensor, Sequence[int]]], numbers: Sequence[Tensor], factors: Sequence[Tensor | None],
-          skip: Tensor | None) -> None:
-    """Update parameters and state as a traced step does; where `skip` is not 0, change nothing.
-
-    Args:
-        held: the tensors of the state that each parameter has for itself.
-        shared: (vector, its members) of those that parameters have in common.
-        numbers: that the host sets, 0-d, float64.
-        factors: of the gradients, or None.
-    """
-    trace = TRACES[digest]
-    present = tuple(g is not None for g in grads)
-    graph, written = trace.graph(present)
-    trace.check(params, held)
-    own = [g for g in grads if g is not None]
-    for factor in (factor for factor in factors if factor is not None):
-        own = [g * factor.to(g.dtype) for g in own]
-    if skip is not None:  # an op may raise where something is not finite
-        own = [torch.where(skip != 0, 0.0, g) for g in own]
-    updated = [[i for i, p in enumerate(members) if present[p]] for _, members in shared]
-    firsts = [vector[places[0] if places else 0] for (vector, _), places in zip(shared, updated)]
-    old = [*params, *held, *firsts]
-    new = dict(zip(written, graph(*params, *own, *held, *firsts, *numbers)))
-    if skip is not None:
-        new = {place: torch.where(skip != 0, old[place], value) for place, value in new.items()}
-    own_places = [place for place in new if place < len(params) + len(held)]
-    torch.ops.aten._foreach_copy_([old[place] for place in own_places], [new[place] for place in own_places])
-    for place, ((vector, members), places) in enumerate(zip(shared, updated), len(params) + len(held)):
-        if place in new and len(places) == len(members):
-            vector.copy_(new[place])
-        elif place in new:
-            vector.copy_(torch.stack([new[place] if i in places else vector[i] for i in range(len(members))]))
-
-
-# ---- state that is not there as yet -------------------------------------------------------------------------------------------
-
-
-class _FirstValues(dict):
-    """The state of a parameter, which remembers what it was first set to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: dict[str, Any] = {}
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name not in self.first:
-            self.first[name] = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
-        super().__setitem__(name, value)
-
-    def setdefault(self, name: str, value: Any = None) -> Any:
-        if name not in self:
-            self[name] = value
-        return self[name]
-
-    def update(self, *others: Any, **named: Any) -> None:
-        for name, value in dict(*others, **named).items():
-            self[name] = value
-
-
-_Make = Callable[[Tensor], dict[str, Any]]  # the state of a parameter
-# Of an optimizer: what makes the state of a kind of parameters.
-_MAKERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, _Make]] = weakref.WeakKeyDictionary()
-
-
-def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
-                  half: torch.dtype | None = None, layout: Layout = WHOLE, *, anew: bool = False) -> list[dict[str, Any]]:
-    """Return the state of each parameter, of one that has none as the first step makes it: the step does one on a copy.
-
-    Args:
-        half: what float32 parameters are about to be cast to.
-        layout: what this rank has of each parameter.
-        anew: for parameters that have a state, too.
-
-    Raises:
-        NotTraceable: a first step does not what a step on that state would do.
-    """
-    attributes = attributes_of(optimizer)
-    if own := [name for name, value in attributes.items() if not _is_plain(value)]:
-        raise NotTraceable(f"may use what it keeps beside its state: self.{own[0]}")
-    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    if own := [name for group in optimizer.param_groups for name, value in group.items() if name != "params" and not _is_plain(
-            value, lambda leaf: isinstance(leaf, Tensor) and id(leaf) not in group_of)]:
-        raise NotTraceable(f"may use what a group keeps beside its parameters: {own[0]!r}")
-    makers, states = _MAKERS.setdefault(optimizer, {}), []
-    for source in params:
-        held = optimizer.state.get(source, {})
-        if not isinstance(held, dict):
-            raise NotTraceable(f"keeps {type(held).__name__} for a parameter, expected a dict")
-        if held and not anew:
-            states.append({k: layout.placed(v, source) if isinstance(v, Tensor) else v for k, v in held.items()})
-            continue
-        dtype = half if half is not None and source.dtype == torch.float32 else source.dtype
-        group = {k: v for k, v in group_of[id(source)].items() if k != "params"}
-        p = layout.rows(source).detach().to(dtype)
-        with torch.no_grad(), forked_random([p.device] if p.is_cuda else []), not_compiling():
-            of_p = attributes_of_parameter(optimizer, source)
-            step = functools.partial(_first_step, type(optimizer), attributes, group, of_p)
-            try:
-                key = dtype, p.shape, p.stride(), p.device, *map(_frozen, (group, attributes, of_p))
-                if key not in makers:
-                    makers[key] = _maker_of(step, p, of_torch=reads_groups_alone(optimizer))
-                made = makers[key](p)
-            except Exception as error:
-                raise NotTraceable(_reason(error)) from error
-        states.append({name: tree_map(lambda leaf, p=source: layout.as_state(leaf, p), held) for name, held in made.items()})
-    return states
-
-
-def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, Any], of_p: Mapping[str, Any], p: Tensor,
-                grad: Tensor, held: dict[str, Any]) -> list[Any]:
-    """Do a step on a copy of `p`, with the attributes `of_p`, whose state is `held`; return what it is then, its state, and the
-    place in torch's random numbers.
-    """
-    p = as_parameter(p.clone().requires_grad_(), _copied(of_p))
-    p.grad = grad.clone()
-    groups = [{**{k: _copied(v) for k, v in group.items()}, "params": [p]}]
-    (torch.manual_seed if p.is_cuda else torch.default_generator.manual_seed)(0)  # that of all devices costs milliseconds
-    places = places_in_random()
-    with asked_for_ids(), patch.object(muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient):  # of no state
-        plain_step(cls)(shadow := shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))
-    if places_in_random() != places:
-        raise NotTraceable("draws random numbers of Python")
-    if others := [key for key in shadow.state if key is not p]:
-        raise NotTraceable(f"keeps in its state what is of no parameter: {others[0]!r}")
-    return [p, *tree_leaves(held), torch.cuda.get_rng_state(p.device) if p.is_cuda else torch.get_rng_state()]
-
-
-def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like: Tensor, *, of_torch: bool) -> _Make:
-    """Return what makes the state of parameters like one, by what a first step does to two of other values.
-
-    Args:
-        of_torch: what both have in common every parameter has; else that may be by chance, unless it is zeros.
-
-    Raises:
-        NotTraceable: a first step does not what a step on that state would do.
-    """
-    def first_of(p: Tensor) -> dict[str, Any]:
-        held = _FirstValues()
-        step(p, torch.zeros_like(p), held)
-        return held.first
-
-    ramp = torch.linspace(-1, 1, like.numel(), device=like.device).reshape(like.shape)
-    one, other, grad = (torch.empty_like(like).copy_(each) for each in (
-        ramp.where(ramp > 0.5, 0.25), 4 * ramp.where(ramp < 0.5, 0.0), ramp))
-    (of_one, tree), (of_other, tree_of_other) = tree_flatten(first_of(one)), tree_flatten(first_of(other))
-    leaves = [_leaf_maker(*pair, one, other, of_torch) for pair in zip(of_one, of_other)] if tree == tree_of_other else [None]
-    make = first_of if None in leaves else lambda p: tree_unflatten([leaf(p) for leaf in leaves], tree)
-    expected = step(other, grad, {})
-    for makes in (make, lambda p: tree_map(_zeros, make(p))):
-        found = step(other, grad, makes(other))
-        if len(found) == len(expected) and all(map(_equal, found, expected)):
-            return makes
-    raise NotTraceable("has a first step of its own, which makes its state")
-
-
-def _leaf_maker(a: Any, b: Any, one: Tensor, other: Tensor, of_torch: bool) -> Callable[[Tensor], Any] | None:
-    """Return what makes of a parameter what `a` is for `one`, and `b` for `other`: that, or a copy; None for something else."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return (lambda _: a) if _same(a, b) and (of_torch or not a) else None
-    shape, stride = a.shape, a.stride()
-    if kind_of(a) != kind_of(b) or stride != b.stride():
-        return None
-    if torch.equal(a, b) and (of_torch or not a.any()):
-        kept = a.flatten()[:1].clone().reshape([1] * a.dim()) if a.numel() and bool((a == a.flatten()[0]).all()) else a
-        return lambda _: kept.new_empty_strided(shape, stride).copy_(kept)
-    if shape == one.shape and torch.equal(a, one.to(a.dtype)) and torch.equal(b, other.to(a.dtype)):
-        return lambda p: p.new_empty_strided(shape, stride, dtype=b.dtype).copy_(p)
-    return None
-
-
-def _frozen(value: Any) -> Any:
-    """Return what is equal for equal values, to be a key; for what may hide something, what is equal to nothing."""
-    if isinstance(value, Tensor) and value.numel() < 9:
-        return value.dtype, value.device, repr(value.tolist())
-    if isinstance(value, (dict, list, tuple)):
-        return type(value), *map(_frozen, value.items() if isinstance(value, dict) else value)
-    return (type(value), value) if _is_plain(value) and not isinstance(value, set) else object()
-
-
-def _zeros(leaf: Any) -> Any:
-    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a.nan_to_num(), b.nan_to_num())
-    return _same(a, b) or a == b
-
-
-_NOTHING = object()
-
-
-def shadow_of(cls: type, attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> torch.optim.Optimizer:
-    """Return an instance that has these groups and this state, and other attributes as they are, containers copied."""
-    shadow = cls.__new__(cls)
-    shadow.__dict__.update((k, _copied(v)) for k, v in attributes.items())
-    shadow.__dict__.update(param_groups=groups, state=state)
-    return shadow
-
-
-def _is_plain(value: Any, is_allowed: Callable[[Any], bool] = lambda _: False) -> bool:
-    """Return whether a value leads to no tensor, and to no other object, but for what is allowed: a shadow has the same."""
-    if isinstance(value, (list, tuple, set, dict)):
-        return all(_is_plain(part, is_allowed) for part in (*value, *(value.values() if isinstance(value, dict) else ())))
-    return value is None or is_allowed(value) or isinstance(value, (
-        *_NUMBERS, str, type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device))
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy, of which nothing that a step writes is the original's."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return copy.deepcopy(value) if _is_plain(value) else value.copy() if type(value) in (dict, list, set) else value
-
-
-def _facts(shadow: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a step in Python may change, by name."""
-    facts = {f"self.{k}": _copied(v) for k, v in vars(shadow).items() if k not in ("param_groups", "state")}
-    for place, group in enumerate(shadow.param_groups):
-        facts.update((f"{k!r} of group {place}", _copied(v)) for k, v in group.items() if k != "params")
-    facts.update((f"{k!r} of its state", _copied(v)) for k, v in shadow.state.items() if not isinstance(k, Tensor))
-    for place, p in enumerate(p for group in shadow.param_groups for p in group["params"]):
-        facts.update((f"{k!r} of parameter {place}", _copied(v)) for k, v in attributes_of_parameter(shadow, p).items())
-    for place, held in enumerate(held for k, held in shadow.state.items() if isinstance(k, Tensor)):
-        leaves = tree_flatten(dict(held) if isinstance(held, dict) else held)[0]
-        facts.update((f"number {number} of the state of parameter {place}", leaf) for number, leaf in enumerate(leaves)
-                     if isinstance(leaf, _NUMBERS) or isinstance(leaf, torch.SymFloat))
-    return facts
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a is b or type(a) is type(b) and isinstance(a, (*_NUMBERS, str, set, torch.device)) and a == b
 
 
 def _set_number(groups: list[dict[str, Any]], place: Place, number: Any) -> None:
@@ -533,13 +322,3 @@ def _fake(mode: Any, leaf: Any, half: torch.dtype | None, ranks: Ranks | None = 
     with torch.no_grad():
         fake = mode.from_tensor(leaf, static_shapes=True)
         return fake.to(half) if half is not None and fake.dtype == torch.float32 else fake
-
-
-def _reason(error: BaseException) -> str:
-    """Return what a step did that is no graph, and by which line."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OUR_FILES)
-              and (not frame.filename.startswith(_TORCH_FILES) or frame.filename.startswith(_TORCH_OPTIM)) and frame.line]
-    what = str(error) if isinstance(error, NotTraceable) else f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if not frames:
-        return what
-    return f"{what}, in {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
-from ..graph.nodes import value
-from .layout import Ranks
+from ...graph.nodes import value
+from ..layout import Ranks
 from .symbolic_numbers import NotTraceable
 
 _MAKES_ORTHOGONAL = torch.ops.apexfx.orthogonalize.default

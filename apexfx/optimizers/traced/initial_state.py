@@ -1,0 +1,173 @@
+"""The state of parameters that have none as yet: what the first `step()` of their optimizer makes."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from ..._torch import as_parameter, muon, not_compiling, plain_step, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ...random_state import forked_random, places_in_random
+from ..layout import WHOLE, Layout
+from ..settings import attributes_of, attributes_of_parameter, reads_groups_alone
+from ..update import kind_of
+from .shadow import copied, is_plain, reason_of, same, shadow_of
+from .symbolic_numbers import NotTraceable, asked_for_ids
+
+
+class _FirstValues(dict):
+    """The state of a parameter, which remembers what it was first set to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.first:
+            self.first[name] = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+        super().__setitem__(name, value)
+
+    def setdefault(self, name: str, value: Any = None) -> Any:
+        if name not in self:
+            self[name] = value
+        return self[name]
+
+    def update(self, *others: Any, **named: Any) -> None:
+        for name, value in dict(*others, **named).items():
+            self[name] = value
+
+
+_Make = Callable[[Tensor], dict[str, Any]]  # the state of a parameter
+# Of an optimizer: what makes the state of a kind of parameters.
+_MAKERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, _Make]] = weakref.WeakKeyDictionary()
+
+
+def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
+                  half: torch.dtype | None = None, layout: Layout = WHOLE, *, anew: bool = False) -> list[dict[str, Any]]:
+    """Return the state of each parameter, of one that has none as the first step makes it: the step does one on a copy.
+
+    Args:
+        half: what float32 parameters are about to be cast to.
+        layout: what this rank has of each parameter.
+        anew: for parameters that have a state, too.
+
+    Raises:
+        NotTraceable: a first step does not what a step on that state would do.
+    """
+    attributes = attributes_of(optimizer)
+    if own := [name for name, value in attributes.items() if not is_plain(value)]:
+        raise NotTraceable(f"may use what it keeps beside its state: self.{own[0]}")
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    if own := [name for group in optimizer.param_groups for name, value in group.items() if name != "params" and not is_plain(
+            value, lambda leaf: isinstance(leaf, Tensor) and id(leaf) not in group_of)]:
+        raise NotTraceable(f"may use what a group keeps beside its parameters: {own[0]!r}")
+    makers, states = _MAKERS.setdefault(optimizer, {}), []
+    for source in params:
+        held = optimizer.state.get(source, {})
+        if not isinstance(held, dict):
+            raise NotTraceable(f"keeps {type(held).__name__} for a parameter, expected a dict")
+        if held and not anew:
+            states.append({k: layout.placed(v, source) if isinstance(v, Tensor) else v for k, v in held.items()})
+            continue
+        dtype = half if half is not None and source.dtype == torch.float32 else source.dtype
+        group = {k: v for k, v in group_of[id(source)].items() if k != "params"}
+        p = layout.rows(source).detach().to(dtype)
+        with torch.no_grad(), forked_random([p.device] if p.is_cuda else []), not_compiling():
+            of_p = attributes_of_parameter(optimizer, source)
+            step = functools.partial(_first_step, type(optimizer), attributes, group, of_p)
+            try:
+                key = dtype, p.shape, p.stride(), p.device, *map(_frozen, (group, attributes, of_p))
+                if key not in makers:
+                    makers[key] = _maker_of(step, p, of_torch=reads_groups_alone(optimizer))
+                made = makers[key](p)
+            except Exception as error:
+                raise NotTraceable(reason_of(error)) from error
+        states.append({name: tree_map(lambda leaf, p=source: layout.as_state(leaf, p), held) for name, held in made.items()})
+    return states
+
+
+def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, Any], of_p: Mapping[str, Any], p: Tensor,
+                grad: Tensor, held: dict[str, Any]) -> list[Any]:
+    """Do a step on a copy of `p`, with the attributes `of_p`, whose state is `held`; return what it is then, its state, and the
+    place in torch's random numbers.
+    """
+    p = as_parameter(p.clone().requires_grad_(), copied(of_p))
+    p.grad = grad.clone()
+    groups = [{**{k: copied(v) for k, v in group.items()}, "params": [p]}]
+    (torch.manual_seed if p.is_cuda else torch.default_generator.manual_seed)(0)  # that of all devices costs milliseconds
+    places = places_in_random()
+    with asked_for_ids(), patch.object(muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient):  # of no state
+        plain_step(cls)(shadow := shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))
+    if places_in_random() != places:
+        raise NotTraceable("draws random numbers of Python")
+    if others := [key for key in shadow.state if key is not p]:
+        raise NotTraceable(f"keeps in its state what is of no parameter: {others[0]!r}")
+    return [p, *tree_leaves(held), torch.cuda.get_rng_state(p.device) if p.is_cuda else torch.get_rng_state()]
+
+
+def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like: Tensor, *, of_torch: bool) -> _Make:
+    """Return what makes the state of parameters like one, by what a first step does to two of other values.
+
+    Args:
+        of_torch: what both have in common every parameter has; else that may be by chance, unless it is zeros.
+
+    Raises:
+        NotTraceable: a first step does not what a step on that state would do.
+    """
+    def first_of(p: Tensor) -> dict[str, Any]:
+        held = _FirstValues()
+        step(p, torch.zeros_like(p), held)
+        return held.first
+
+    ramp = torch.linspace(-1, 1, like.numel(), device=like.device).reshape(like.shape)
+    one, other, grad = (torch.empty_like(like).copy_(each) for each in (
+        ramp.where(ramp > 0.5, 0.25), 4 * ramp.where(ramp < 0.5, 0.0), ramp))
+    (of_one, tree), (of_other, tree_of_other) = tree_flatten(first_of(one)), tree_flatten(first_of(other))
+    leaves = [_leaf_maker(*pair, one, other, of_torch) for pair in zip(of_one, of_other)] if tree == tree_of_other else [None]
+    make = first_of if None in leaves else lambda p: tree_unflatten([leaf(p) for leaf in leaves], tree)
+    expected = step(other, grad, {})
+    for makes in (make, lambda p: tree_map(_zeros, make(p))):
+        found = step(other, grad, makes(other))
+        if len(found) == len(expected) and all(map(_equal, found, expected)):
+            return makes
+    raise NotTraceable("has a first step of its own, which makes its state")
+
+
+def _leaf_maker(a: Any, b: Any, one: Tensor, other: Tensor, of_torch: bool) -> Callable[[Tensor], Any] | None:
+    """Return what makes of a parameter what `a` is for `one`, and `b` for `other`: that, or a copy; None for something else."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return (lambda _: a) if same(a, b) and (of_torch or not a) else None
+    shape, stride = a.shape, a.stride()
+    if kind_of(a) != kind_of(b) or stride != b.stride():
+        return None
+    if torch.equal(a, b) and (of_torch or not a.any()):
+        kept = a.flatten()[:1].clone().reshape([1] * a.dim()) if a.numel() and bool((a == a.flatten()[0]).all()) else a
+        return lambda _: kept.new_empty_strided(shape, stride).copy_(kept)
+    if shape == one.shape and torch.equal(a, one.to(a.dtype)) and torch.equal(b, other.to(a.dtype)):
+        return lambda p: p.new_empty_strided(shape, stride, dtype=b.dtype).copy_(p)
+    return None
+
+
+def _frozen(value: Any) -> Any:
+    """Return what is equal for equal values, to be a key; for what may hide something, what is equal to nothing."""
+    if isinstance(value, Tensor) and value.numel() < 9:
+        return value.dtype, value.device, repr(value.tolist())
+    if isinstance(value, (dict, list, tuple)):
+        return type(value), *map(_frozen, value.items() if isinstance(value, dict) else value)
+    return (type(value), value) if is_plain(value) and not isinstance(value, set) else object()
+
+
+def _zeros(leaf: Any) -> Any:
+    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.nan_to_num(), b.nan_to_num())
+    return same(a, b) or a == b
