@@ -261,6 +261,8 @@ class _Sides:
     def _where(self, losses: list[float], grads: dict[str, Tensor], same_gradients: bool, options: dict[str, dict[str, Any]],
                wrong: list[str]) -> tuple[str, str]:
         loop, calls = self._loop, len(losses)
+        if loop.left_out:
+            return "update", f"{loop.at_step}\n{first_names(loop.left_out)} is not called, and the step updates by each optimizer."
         if max(loop.steps.values()) > 1:
             return "update", f"{loop.at_step}\nis called {max(loop.steps.values())} times, where the step updates once."
         if same_gradients and any(name in options for name in wrong):
@@ -292,7 +294,7 @@ class _Sides:
         said = f"The losses are {theirs or 'not known'} in the loop and {ours} in the step" + (
             f", which averages over {len(losses)} calls." if len(losses) > 1 else ".")
         if theirs == ours:
-            said = f"The losses are the same ({ours}), and what the forward writes is not: it runs more often in one of them."
+            said = f"The losses are the same ({ours}), and what the forward writes is not: it runs more often in one of them, or the loop writes that, too."
         modes = {name: module.training for name, module in self._step.model.named_modules()}
         other = [name or "the model" for name, training in self._loop.modes.items() if training != modes.get(name)]
         mode = "training" if other and self._loop.modes["" if other[0] == "the model" else other[0]] else "evaluation"
@@ -349,7 +351,7 @@ class _Loop(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         super().__init__()
-        self._model = model
+        self._model, self._optimizers = model, optimizers
         self.autocast: torch.dtype | None = None
         held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         self.params = {name: p for name, p in model.named_parameters() if id(p) in held}
@@ -371,6 +373,11 @@ class _Loop(TorchFunctionMode):
 
     def finish(self) -> None:
         self.writes |= self._versions() != self._written
+
+    @property
+    def left_out(self) -> list[str]:
+        """The steps that are not called."""
+        return [f"{type(each).__name__}.step()" for each in self._optimizers if id(each) not in self.steps]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = next(iter(self.params.values())).device.type if self.params else "cpu"

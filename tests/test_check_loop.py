@@ -257,6 +257,11 @@ def twice(model, optimizer, batch):
     optimizer.step()
 
 
+def without_the_second(model, optimizer, batch):
+    optimizer[1].zero_grad()
+    plain(model, optimizer[0], batch)
+
+
 def two_forwards(model, optimizer, batch):
     model[:2](batch[0])
     plain(model, optimizer, batch)
@@ -320,7 +325,9 @@ DIFFERENT = {  # what is above, where they part, in which update, what is said
     "a schedule of the step alone": (sgd, lambda m, o, b, schedule: plain(m, o, b), {}, {"schedule": one_cycle}, "update", 2,
                                      "lr is 0.0"),
     "two updates": (sgd, twice, {}, {}, "update", 1, r"optimizer.step\(\)\nis called 2 times, where the step updates once"),
-    "a count that the loop counts up": (sgd, counted, {}, {}, "update", 1, "1.num_batches_tracked"),
+    "a step() of two": (two, without_the_second, {}, {}, "update", 1, r"each.step\(\)\nAdamW.step\(\) is not called"),
+    "a count that the loop counts up": (sgd, counted, {}, {}, "forward", 1,
+                                        r"1\.num_batches_tracked(?s:.*)or the loop writes that"),
     "another forward": (sgd, two_forwards, {}, {}, "forward", 1, "what the forward writes is not: it runs more often"),
     "a head that the loop leaves out": (sgd, plain, {}, {"optimizer": lambda m: sgd(m[:4])}, "update", 1,
                                         "4.weight is in no group of the loop's optimizer"),
