@@ -262,7 +262,7 @@ class _Sides:
                wrong: list[str]) -> tuple[str, str]:
         loop, calls = self._loop, len(losses)
         if loop.left_out:
-            return "update", f"{loop.at_step}\n{first_names(loop.left_out)} is not called, and the step updates by each optimizer."
+            return "update", f"{loop.at_step}\n{first_names(loop.left_out)} is not called, and all optimizers update in the step."
         if max(loop.steps.values()) > 1:
             return "update", f"{loop.at_step}\nis called {max(loop.steps.values())} times, where the step updates once."
         if same_gradients and any(name in options for name in wrong):
@@ -294,7 +294,8 @@ class _Sides:
         said = f"The losses are {theirs or 'not known'} in the loop and {ours} in the step" + (
             f", which averages over {len(losses)} calls." if len(losses) > 1 else ".")
         if theirs == ours:
-            said = f"The losses are the same ({ours}), and what the forward writes is not: it runs more often in one of them, or the loop writes that, too."
+            said = (f"The losses are the same ({ours}), and what the forward writes is not: it runs more often in one of them, "
+                    "or the loop writes it.")
         modes = {name: module.training for name, module in self._step.model.named_modules()}
         other = [name or "the model" for name, training in self._loop.modes.items() if training != modes.get(name)]
         mode = "training" if other and self._loop.modes["" if other[0] == "the model" else other[0]] else "evaluation"

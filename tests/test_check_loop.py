@@ -327,7 +327,7 @@ DIFFERENT = {  # what is above, where they part, in which update, what is said
     "two updates": (sgd, twice, {}, {}, "update", 1, r"optimizer.step\(\)\nis called 2 times, where the step updates once"),
     "a step() of two": (two, without_the_second, {}, {}, "update", 1, r"each.step\(\)\nAdamW.step\(\) is not called"),
     "a count that the loop counts up": (sgd, counted, {}, {}, "forward", 1,
-                                        r"1\.num_batches_tracked(?s:.*)or the loop writes that"),
+                                        r"1\.num_batches_tracked(?s:.*)or the loop writes it"),
     "another forward": (sgd, two_forwards, {}, {}, "forward", 1, "what the forward writes is not: it runs more often"),
     "a head that the loop leaves out": (sgd, plain, {}, {"optimizer": lambda m: sgd(m[:4])}, "update", 1,
                                         "4.weight is in no group of the loop's optimizer"),

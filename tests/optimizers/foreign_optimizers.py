@@ -573,3 +573,50 @@ class UpTo(Foreign):
     def update(self, p, g, state, group):
         partly = any(each.grad is None for each in group["params"]) and group["lr"] < group["weight_decay"] / 10
         p.sub_(g, alpha=group["lr"] * (not partly and group["lr"] < group["weight_decay"]))
+
+
+class SomeCounted(Foreign):
+    """Counts no updates of the first parameter."""
+
+    def init(self, p, state):
+        state["step"] = torch.zeros(())
+
+    def update(self, p, g, state, group):
+        if p is not group["params"][0]:
+            state["step"] += 1
+        p.sub_(g * (group["lr"] / (1 + state["step"])))
+
+
+class AllCounted(Foreign):
+    """Counts calls of each parameter, also of those in which it has no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros(())
+                state["step"] += 1
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] / state["step"]))
+
+
+class OneOfAll(Foreign):
+    """Goes by how many of the gradients are long."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        long = [bool((p.grad.norm() > 1).item()) for p in every]
+        for p in every:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] * (0.1 if long.count(True) == 1 else 1.0))
+
+
+class OfFloats(Foreign):
+    """Asks whether a number is one."""
+
+    def update(self, p, g, state, group):
+        if isinstance(group["weight_decay"], (int, float)):
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(g, alpha=group["lr"])

@@ -86,7 +86,7 @@ REFUSED = [
     (foreign.Noise, "draws random numbers .aten.randn_like"), (foreign.OfItself, "counts in Python: self.calls"),
     (foreign.Lazy, "has a first step of its own"), (foreign.Int, "counts in Python: number 0 of the state of parameter 0"),
     (foreign.ScheduleFree, "counts in Python: self.k"), (foreign.Prodigy, "counts in Python: 'd' of group 0"),
-    (foreign.LAMB, "branches on what the graph computes, more than twice"),
+    (foreign.LAMB, "branches on what the graph computes, more than 4 times"),
     (foreign.Wrapped, "may use what it keeps beside its state: self.inner"),
     (foreign.OfGroup, r"writes by aten.mul_.Tensor what is neither a parameter nor state of one.*group\[.norm.\]"),
     (foreign.OfNone, "keeps in its state what is of no parameter: 'n'"), (foreign.Aliased, "has one tensor in two places"),
@@ -210,6 +210,34 @@ def test_a_first_step_is_done_for_one_parameter_of_a_kind_and_once(monkeypatch):
         states = initial_state.initial_state(optimizer, params)
         assert [state["exp_avg"].shape for state in states] == [p.shape for p in params]
         assert len(steps) == 2 * 4
+
+
+RARE = {  # the heads that calls use, the hyperparameter that a schedule changes, how large the loss is
+    "counts of some parameters": (foreign.SomeCounted, [(0, 1)] * 4, "lr", 1.0),
+    "counts of calls": (foreign.AllCounted, [(0, 1), (0,), (1,), (0, 1), (0,), (0, 1)], "lr", 1.0),
+    "by how many": (foreign.OneOfAll, [(0, 1)] * 4, "lr", 3.0),
+    "a number that is asked whether it is one": (foreign.OfFloats, [(0, 1)] * 4, "weight_decay", 1.0),
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_rare_steps_are_those_of_eager(name):
+    kind, calls, option, scale = RARE[name]
+    model, reference = Net(), Net()
+    optimizer, theirs = (kind(each.parameters(), lr=0.1) for each in (model, reference))
+    step = apexfx.train_step(model, objective=lambda *args: scale * loss_of(*args), optimizer=optimizer, opt_level="O0",
+                             inner="eager")
+    assert "outside of the graph" not in str(step.report)
+    for number, ((x, target), heads) in enumerate(zip(batches(len(calls)), calls)):
+        for each in (optimizer, theirs):
+            each.param_groups[0][option] = 0.1 / (1 + number)
+        target = target % (3 * len(heads))
+        step(x, target, heads)
+        theirs.zero_grad()
+        (scale * loss_of(reference, x, target, heads)).backward()
+        theirs.step()
+        assert_same(model.state_dict(), reference.state_dict())
+        assert_same(*(each.state_dict()["state"] for each in (optimizer, theirs)))
 
 
 def test_a_number_that_a_group_has_as_a_tensor_is_read_again_where_it_changes():

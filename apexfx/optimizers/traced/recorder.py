@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .symbolic_numbers import Condition, Host, Inputs, NotTraceable, Number
 aten = torch.ops.aten
 # What returns its argument, where nothing is written.
 _SAME = (aten.clone.default, aten.detach.default, aten.lift_fresh.default, aten.lift_fresh_copy.default)
+_CONDITIONS = 4  # along a path: each doubles how often a step is traced
 
 
 class Recorder(TorchDispatchMode):
@@ -93,44 +94,21 @@ class Recorder(TorchDispatchMode):
         self.path.append((condition.tensor, outcome))
         return outcome
 
-    def paths(self, function: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Run `function` along its branches, and return what it does, by the conditions.
+    def along_branches(self, function: Callable[[], list[Tensor]], decisions: Mapping[int, bool] = {}) -> list[Tensor]:
+        """Run `function` along all of its branches behind those that are decided; return what it does, by the conditions.
 
         Raises:
-            NotTraceable: there are more than two conditions, and what they decide is not apart.
+            NotTraceable: one path has too many conditions.
         """
-        results = self._along(function, {})
-        conditions = [condition for condition, _ in self.path]
-        return results if not conditions else self._apart(function, results, conditions) if len(conditions) > 2 \
-            else self._merged(function, {})
-
-    def _along(self, function: Callable[[], list[Tensor]], decisions: dict[int, bool]) -> list[Tensor]:
         self.path, self._decisions = [], decisions
-        return function()
-
-    def _merged(self, function: Callable[[], list[Tensor]], decisions: dict[int, bool]) -> list[Tensor]:
-        """Return results along all branches behind those that are decided."""
-        results = self._along(function, decisions)
-        if len(self.path) <= (place := len(decisions)):
-            return results
-        if place == 2:
-            raise NotTraceable("branches on what the graph computes, more than twice")
-        condition = self.path[place][0]
-        return _chosen(condition, *(self._merged(function, {**decisions, place: outcome}) for outcome in (True, False)))
-
-    def _apart(self, function: Callable[[], list[Tensor]], results: list[Tensor], conditions: list[Tensor]) -> list[Tensor]:
-        """Return results where each depends on one condition at most, as those of parameters of their own counts do."""
-        merged, unlike = results, results
-        for place, condition in enumerate(conditions):
-            others = self._along(function, {place: False})
-            if [id(each) for each, _ in self.path] != [*map(id, conditions)] \
-                    or any(a is not b and m is not a for a, b, m in zip(results, others, merged)):
-                raise NotTraceable("branches on what the graph computes, more than twice")
-            merged = [m if a is b else torch.where(condition, a, b) for a, b, m in zip(results, others, merged, strict=True)]
-            unlike = [u if a is b else b for a, b, u in zip(results, others, unlike)]
-        if any(a is not b for a, b in zip(unlike, self._along(function, dict.fromkeys(range(len(conditions)), False)))):
-            raise NotTraceable("branches on what the graph computes, more than twice")
-        return merged
+        results, path = function(), self.path
+        if len(path) > _CONDITIONS:
+            raise NotTraceable(f"branches on what the graph computes, more than {_CONDITIONS} times")
+        for place in reversed(range(len(decisions), len(path))):
+            before = {earlier: outcome for earlier, (_, outcome) in enumerate(path[:place])}
+            others = self.along_branches(function, {**before, place: False})
+            results = [a if a is b else torch.where(path[place][0], a, b) for a, b in zip(results, others, strict=True)]
+        return results
 
     # ---- ops --------------------------------------------------------------------------------------------------------------
 
@@ -239,10 +217,6 @@ def _is_of_counts(func: OpOverload, args: Sequence[Any]) -> bool:
     """Return whether an op over lists has 0-d tensors alone, which may be one that several parameters have in common."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return func._schema.name.startswith("aten::_foreach_") and not any(t.dim() for t in tensors)
-
-
-def _chosen(condition: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    return [x if x is y else torch.where(condition, x, y) for x, y in zip(a, b, strict=True)]
 
 
 def _named(leaf: Any) -> str:

@@ -85,6 +85,9 @@ def _layout_and_number(tensor: Tensor) -> Any:
     return *_layout(tensor), *([tensor.item()] if tensor.numel() == 1 else [])
 
 
+_Traced = tuple[fx.GraphModule, list[int], list[list[int]]]
+
+
 class StepTrace:
     """The `step()` of an optimizer as graphs, one for each set of parameters that have a gradient.
 
@@ -132,9 +135,9 @@ class StepTrace:
             with self._mode:
                 own, held = own if self.ranks.whole else self.ranks.rows(own), self.ranks.rows(held)
         self._given = *own, *held
-        self._graphs: dict[tuple[bool, ...], tuple[fx.GraphModule, list[int]]] = {}
+        self._graphs: dict[tuple[bool, ...], _Traced] = {}
         self.guards: list[tuple[Host, bool]] = []
-        graph, _ = self.graph((True,) * len(params))
+        graph = self.graph((True,) * len(params))[0]
         self.num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
         traced = comparable_value([self._params, self._leaves], _layout), self._held, self._shared, self.numbers
         self.digest = hashlib.sha256(f"{graph.code}{traced}".encode()).hexdigest()[:16]
@@ -155,8 +158,8 @@ class StepTrace:
             if kind_of(tensor) != kind_of(own):
                 raise unlike_state(tensor, kind_of(own))
 
-    def graph(self, present: tuple[bool, ...]) -> tuple[fx.GraphModule, list[int]]:
-        """Return the graph in which these parameters have a gradient, and what it writes."""
+    def graph(self, present: tuple[bool, ...]) -> _Traced:
+        """Return the graph in which these parameters have a gradient, what it writes, and of whom it writes what several have."""
         if present not in self._graphs:
             try:
                 with not_compiling(), forked_random(), self._mode, torch.no_grad():
@@ -168,12 +171,14 @@ class StepTrace:
                         raise NotTraceable("draws random numbers of Python")
                     self._graphs[present] = traced
             except SharedDiffer:
+                if not all(present):
+                    raise NotTraceable("makes differ what parameters have in common, where some have no gradient") from None
                 raise
             except Exception as error:
                 raise NotTraceable(reason_of(error)) from error
         return self._graphs[present]
 
-    def _traced(self, present: tuple[bool, ...]) -> tuple[fx.GraphModule, list[int]]:
+    def _traced(self, present: tuple[bool, ...]) -> _Traced:
         grads = [torch.empty_like(p) for p, here in zip(self._params, present) if here]
         held = [self._leaves[p][place] for p, place in self._held]
         firsts = {index: self._leaves[p][place] for (p, place), index in self._shared.items()}
@@ -183,15 +188,20 @@ class StepTrace:
         recorder = Recorder(inputs, self._now)
         run = torch.func.functionalize(functools.partial(self._run, recorder, present, sizes))
         with recorder:
-            new = recorder.paths(lambda: run(*inputs))
+            new = recorder.along_branches(lambda: run(*inputs))
         self.guards += recorder.guards
         params, _, held, firsts, _ = _split(inputs, sizes)
         old, common = [*params, *held, *firsts], list(firsts)
+        moved: list[list[int]] = [[] for _ in firsts]
         for ((p, _), index), value in zip(self._shared.items(), new[len(params) + len(held):], strict=True):
-            if present[p] and common[index] is not value:
-                if common[index] is not firsts[index]:
+            if value is not firsts[index]:
+                if moved[index] and value is not common[index]:
                     raise SharedDiffer(index)
                 common[index] = value
+                moved[index].append(p)
+        for (p, _), index in self._shared.items():
+            if present[p] and p not in moved[index] and any(present[other] for other in moved[index]):
+                raise SharedDiffer(index)
         new = [*new[:len(params) + len(held)], *common]
         if left := [place for place, here in enumerate(present) if here and new[place] is old[place]]:
             raise NotTraceable(f"leaves parameter {left[0]} as it is, which has a gradient")
@@ -199,7 +209,7 @@ class StepTrace:
         for place in written:
             if kind_of(old[place]) != kind_of(new[place]):
                 raise NotTraceable(f"makes {kind_of(new[place])} of state that is {kind_of(old[place])}")
-        return recorder.finish([new[place] for place in written], [old[place] for place in written]), written
+        return recorder.finish([new[place] for place in written], [old[place] for place in written]), written, moved
 
     def _run(self, recorder: Recorder, present: Sequence[bool], sizes: Sequence[int], *tensors: Tensor) -> list[Tensor]:
         """Run the step on a shadow; return its parameters, and the tensors of its state, those that are shared at the end."""
@@ -255,26 +265,25 @@ class StepTrace:
             factors: of the gradients, or None.
         """
         present = tuple(g is not None for g in grads)
-        graph, written = self.graph(present)
+        graph, written, moved = self.graph(present)
         self._check(params, held)
         own = [g for g in grads if g is not None]
         for factor in (factor for factor in factors if factor is not None):
             own = [g * factor.to(g.dtype) for g in own]
         if skip is not None:  # an op may raise where something is not finite
             own = [torch.where(skip != 0, 0.0, g) for g in own]
-        updated = [[i for i, p in enumerate(members) if present[p]] for _, members in shared]
-        firsts = [vector[places[0] if places else 0] for (vector, _), places in zip(shared, updated)]
+        firsts = [vector[next((i for i, p in enumerate(members) if present[p]), 0)] for vector, members in shared]
         old = [*params, *held, *firsts]
         new = dict(zip(written, graph(*params, *own, *held, *firsts, *numbers)))
         if skip is not None:
             new = {place: torch.where(skip != 0, old[place], value) for place, value in new.items()}
         own_places = [place for place in new if place < len(params) + len(held)]
         torch.ops.aten._foreach_copy_([old[place] for place in own_places], [new[place] for place in own_places])
-        for place, ((vector, members), places) in enumerate(zip(shared, updated), len(params) + len(held)):
-            if place in new and len(places) == len(members):
+        for place, ((vector, members), own) in enumerate(zip(shared, moved), len(params) + len(held)):
+            if len(own) == len(members):
                 vector.copy_(new[place])
-            elif place in new:
-                vector.copy_(torch.stack([new[place] if i in places else vector[i] for i in range(len(members))]))
+            elif own:
+                vector.copy_(torch.stack([new[place] if p in own else vector[i] for i, p in enumerate(members)]))
 
     def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Return whether the branches are taken that were traced, by what the groups have now, as those traced next will be."""

@@ -140,8 +140,12 @@ for _name, _function in COMPARISONS.items():
 
 @contextlib.contextmanager
 def asked_of_numbers() -> Iterator[None]:
-    """Have `max`, `min` and functions of `math` take symbolic numbers, too."""
+    """Have `max`, `min` and functions of `math` take symbolic numbers, too, which are instances of `float` to a program."""
+    def is_instance(value: Any, kinds: Any, plain: Callable[[Any, Any], bool] = isinstance) -> bool:
+        return plain(value, kinds) or type(value) is torch.SymFloat and plain(0.0, kinds) and _asks_of_program()
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(builtins, "isinstance", is_instance))
         for module, name, of_numbers in (
                 (builtins, "max", lambda *args: functools.reduce(torch.sym_max, args)),
                 (builtins, "min", lambda *args: functools.reduce(torch.sym_min, args)), (math, "pow", operator.pow),
@@ -156,13 +160,17 @@ def asked_for_ids() -> Iterator[None]:
     thread = threading.get_ident()
 
     def of(value: Any, plain: Callable[[Any], int] = id) -> int:
-        asking = str(inspect.currentframe().f_back.f_globals.get("__name__")).partition(".")[0]
-        if isinstance(value, Tensor) and asking not in ("torch", "apexfx") and threading.get_ident() == thread:
+        if isinstance(value, Tensor) and threading.get_ident() == thread and _asks_of_program():
             raise NotTraceable("asks for the id() of a tensor")
         return plain(value)
 
     with patch.object(builtins, "id", of):
         yield
+
+
+def _asks_of_program() -> bool:
+    """Return whether the function that called the caller of this one is neither torch's nor ours."""
+    return str(inspect.currentframe().f_back.f_back.f_globals.get("__name__")).partition(".")[0] not in ("torch", "apexfx")
 
 
 def _either(plain: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:

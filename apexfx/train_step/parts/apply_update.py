@@ -111,8 +111,6 @@ class ApplyStep(Part):
 
     def apply(self, end: EndOfStep) -> None:
         grads = end.grads[self.first:self.last]
-        if all(g is None for g in grads):
-            return
         held = [end.slots(name, [place])[0] for name, place in self.held]
         vectors = [(end.slot(name), [place - self.first for place in places]) for name, places in self.vectors]
         self._trace.apply(end.params[self.first:self.last], grads, held, vectors,
