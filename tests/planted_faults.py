@@ -143,7 +143,7 @@ FAULTS = (
     Fault("leaves that nothing updates are refused", "train_step/leaves.py",
           "return [node.variable for node in nodes if", "return [node.variable for node in nodes[:0] if",
           ("tests/train_step/test_other_leaves.py",)),
-    Fault("what is trained of a loss is that of the first rank", "train_step/parameters.py",
+    Fault("what is trained of a loss is that of the first rank", "train_step/agreed_settings.py",
           "agreement, parameters=parameters, buffers=buffers)", "agreement)",
           ("tests/distributed/test_train_step.py::test_parameters_of_a_loss_are_those_of_rank_0_and_stay_equal",)),
     Fault("an output that nothing uses gives no gradient", "graph/unused_gradients.py",

@@ -1,32 +1,23 @@
-"""Which parameters a training step trains, what is refused of them and their optimizers, and that all ranks hold the same."""
+"""Which parameters a training step trains, and what is refused of them and of their optimizers."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._torch import has_gradient_hooks
-from ..compiler.model_setup import set_up
-from ..compiler.process_groups import Groups
 from ..config import HALVES
-from ..distributed.agreement import Agreement
 from ..graph.shared_memory import overlapping
-from ..optimizers.fused_adagrad import FusedAdagrad
-from ..optimizers.fused_adam import FusedAdam
-from ..optimizers.fused_sgd import FusedSGD
 from ..optimizers.update_rules import Option
 from ..report.data import Report
+from .by_element import OF_ROWS
 from .hyperparameters import check_no_text
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
-from .parts.part import Part
 
 
 def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList) -> list[Tensor]:
@@ -135,7 +126,7 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
             and any(type(each) is torch.optim.SGD and each.defaults["fused"] for each in optimizers):
         raise ValueError("apexfx: SGD(fused=True) of torch 2.13 updates half parameters wrongly on the CPU; leave fused out")
     if outside and of_rows:
-        raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph ({outside}), and {_OF_ROWS} updates inside of "
+        raise ValueError(f"apexfx: {optimizers.name} updates outside of the graph ({outside}), and {OF_ROWS} updates inside of "
                          "it alone; use another optimizer")
     if outside:
         waits = "; each step waits for the device, to know whether it is skipped" if may_skip else ""
@@ -145,60 +136,3 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
                              "run before, or do it after each call of the step (torch.optim.swa_utils.AveragedModel averages)")
         report.note(f"apexfx: {where}{waits}")
     return outside
-
-
-# By elements, but for Muon, which makes matrices whole.
-_OVER_ROWS = (*(getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adamax",
-                                                         "Adadelta", "Muon")), FusedAdagrad, FusedAdam, FusedSGD)
-_OF_ROWS = "a step of which each rank updates its rows of the parameters (under fully_shard(), or by shard=)"
-
-
-def check_by_element(optimizers: OptimizerList, parts: Sequence[Part]) -> None:
-    """Refuse optimizers, and parts of a user's own, that make an element of others: each rank has rows.
-
-    Raises:
-        ValueError: there is one.
-    """
-    if others := [part for part in parts if not part.by_element]:
-        raise ValueError(f"apexfx: the part {others[0]} was given, and in {_OF_ROWS} a part has those rows; give its class "
-                         "by_element = True if what it makes of an element follows from that element, end.norm and end.norms "
-                         "alone")
-    if whole := [type(each).__name__ for each in optimizers if type(each) not in _OVER_ROWS]:
-        raise ValueError(f"apexfx: {whole[0]} was given, and {_OF_ROWS} has "
-                         f"{', '.join(each.__name__ for each in _OVER_ROWS)} alone; use one of them")
-
-
-def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList, groups: Groups,
-                options: StepOptions) -> Agreement | None:
-    """Compare what is trained, and how, over the ranks; copy what model and objective hold from rank 0, and cast the model."""
-    agreement = groups.agreement(options.config.buckets)
-    if agreement is not None and (groups.gradients or groups.shards) is not None:
-        agreement.ensure("options of the training step and its optimizer", _update_rows(optimizers, options))
-    parameters, buffers = objective_modules.named_tensors()
-    set_up(model, options.config, groups, agreement, parameters=parameters, buffers=buffers)
-    return agreement
-
-
-def _update_rows(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
-    """Return, as JSON-able rows, what replicas have to do alike with equal gradients."""
-    own = [[name, _numbers(value)] for name, value in vars(options).items() if name not in ("config", "parts")]
-    own += [["part", part.key] for part in options.parts]
-    groups = [[f"group {place} of {type(optimizer).__name__}",
-               {"parameters": len(group["params"]),
-                **{name: _number(value) for name, value in group.items() if name != "params"}}]
-              for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]
-    return [*own, ["optimizer", optimizers.name], ["clipping", optimizers.clipping(options.max_grad_norm)], *groups]
-
-
-def _number(option: Any) -> str:
-    """Return an option of a group as text; what is no number by its type."""
-    if isinstance(option, Tensor):
-        return str(option.tolist() if option.numel() < 9 else list(option.shape))
-    return str(option) if isinstance(option, (bool, int, float, str, tuple, list)) else type(option).__name__
-
-
-def _numbers(option: Any) -> Any:
-    """Return an option that has fields of its own, a safeguard, as those that are numbers: a folder may be each rank's own."""
-    if not dataclasses.is_dataclass(option):
-        return option
-    return {name: value for name, value in dataclasses.asdict(option).items() if not isinstance(value, (str, Path))}

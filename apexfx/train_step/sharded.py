@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .. import _torch_fsdp as fsdp
 from .._torch import local_rows, registries, under_fully_shard
 from ..passes.gather_shards import ShardGroup
+from .by_element import check_by_element
 from .optimizer_list import OptimizerList
 from .options import StepOptions
-from .parameters import check_by_element
 
 
 class _Accumulated:

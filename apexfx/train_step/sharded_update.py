@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from .._torch import is_dtensor
 from ..ops.own_rows import has_rows, span
 from ..optimizers.layout import Layout, Ranks
+from .by_element import check_by_element
 from .optimizer_list import OptimizerList
 from .options import StepOptions
-from .parameters import check_by_element
 
 own_rows = torch.ops.apexfx.own_rows.default
 

@@ -28,6 +28,7 @@ from ..optimizers.end_of_step import is_skipped
 from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
+from .agreed_settings import set_up_step
 from .bundle_recorder import BundleRecorder
 from .components import CallGraphs, Components
 from .flush import apply_accumulated
@@ -36,7 +37,7 @@ from .model import StepModel, check_modules, check_traceable
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
-from .parameters import check_optimizer, set_up_step, trained_parameters
+from .parameters import check_optimizer, trained_parameters
 from .parts import in_order
 from .parts.average import averaged_model
 from .parts.loss_scale import SkipsTeller
