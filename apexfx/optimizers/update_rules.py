@@ -36,16 +36,6 @@ def options_of(optimizer: int, options: Collection[Option]) -> dict[int, set[str
             for owner, group, _ in options if owner == optimizer}
 
 
-def schedulable(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that a schedule may change besides the learning rate: numbers, and pairs of betas.
-
-    Tensors, flags and the number of Muon's iterations stay constants of the graph.
-    """
-    options = {name: group[name] for name in optimizer.defaults if name in group and name not in ("lr", "ns_steps")}
-    return {name: option for name, option in options.items()
-            if all(type(number) in (int, float) for number in (option if name == "betas" else (option,)))}
-
-
 def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | None = None,
                        changed: Mapping[int, Collection[str]] = {}, layout: Layout = WHOLE) -> str:
     """Return why `optimizer` cannot update inside of the graph; "" where it can.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..optimizers.update import Update
-from ..optimizers.update_rules import Option, schedulable
+from ..optimizers.update_rules import Option
 
 
 class Hyperparameters:
@@ -37,16 +37,34 @@ class Hyperparameters:
                     self._numbers[scalar] = number
 
 
-def cycled(optimizers: Iterable[torch.optim.Optimizer]) -> set[Option]:
-    """Return momentum or betas where a scheduler of torch cycles them: OneCycleLR and CyclicLR write the bounds in the group."""
-    return {(optimizer, place, name) for optimizer, each in enumerate(optimizers) for place, group in enumerate(each.param_groups)
-            if "max_momentum" in group for name in ("momentum", "betas") if name in group}
+def read_options(optimizers: Iterable[torch.optim.Optimizer], before: Mapping[Option, Any],
+                 scheduled: Set[Option]) -> tuple[dict[Option, Any], set[Option]]:
+    """Return what a schedule may change besides learning rates, as it is now, and what of it is an input of the graph.
+
+    An option becomes one when it has changed, or a scheduler is there that will change it, and stays one.
+
+    Args:
+        before: what this returned first, at the last time; {} at first.
+        scheduled: what it returned second.
+    """
+    now, cycled = {}, set()
+    for owner, optimizer in enumerate(optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            now.update(((owner, place, name), option) for name, option in schedulable(optimizer, group).items())
+            if "max_momentum" in group:  # OneCycleLR and CyclicLR of torch write the bounds in the group
+                cycled.update((owner, place, name) for name in ("momentum", "betas"))
+    changed = {option for option, value in now.items() if before.get(option, value) != value}
+    return now, (scheduled | changed | cycled) & now.keys()
 
 
-def schedulable_options(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Option, Any]:
-    """Return what a schedule may change besides the learning rates, to be compared."""
-    return {(optimizer, place, name): option for optimizer, each in enumerate(optimizers)
-            for place, group in enumerate(each.param_groups) for name, option in schedulable(each, group).items()}
+def schedulable(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that a schedule may change besides the learning rate: numbers, and pairs of betas.
+
+    Tensors, flags and the number of Muon's iterations stay constants of the graph.
+    """
+    options = {name: group[name] for name in optimizer.defaults if name in group and name not in ("lr", "ns_steps")}
+    return {name: option for name, option in options.items()
+            if all(type(number) in (int, float) for number in (option if name == "betas" else (option,)))}
 
 
 def check_no_text(optimizer: torch.optim.Optimizer) -> None:

@@ -22,7 +22,7 @@ from ..optimizers.update_rules import Option
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
 from .components import Components
-from .hyperparameters import cycled, schedulable_options
+from .hyperparameters import read_options
 from .mean import StepMean
 from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, trained_parameters
@@ -42,8 +42,8 @@ class StepState:
         gradient_sums: what calls have accumulated of `params`; [] where no calls accumulate.
         optimizer: the optimizer's state; None where it updates outside of the graph.
         plan: what happens to the gradients, and in what.
-        schedulable: what a schedule may change, learning rates aside.
-        scheduled: what has changed of it, or a scheduler says that it will change.
+        schedulable: what a schedule may change, learning rates aside, as it is.
+        scheduled: what of it is an input of the graph.
     """
 
     params: list[Tensor] = field(default_factory=list)
@@ -82,9 +82,7 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
     if trained[0].device != components.device:
         raise ValueError(f"apexfx: the model was on {components.device} when the step was made, and is now on "
                          f"{trained[0].device}; make a new step")
-    schedulable = schedulable_options(optimizers)
-    scheduled = before.scheduled | {option for option, now in schedulable.items() if before.schedulable.get(option, now) != now}
-    scheduled = (scheduled | cycled(optimizers)) & schedulable.keys()
+    schedulable, scheduled = read_options(optimizers, before.schedulable, before.scheduled)
     names = names_of_parameters(components)
     optimizers.check_held(names)
     outside = check_optimizer(optimizers, trained, options, components.loss_scaling, components.report, scheduled=scheduled,

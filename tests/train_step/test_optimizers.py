@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import apexfx
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from apexfx.optimizers.update_rules import schedulable
+from apexfx.train_step.hyperparameters import schedulable
 from tests.own_optimizers import RMSprop
 from tests.tables import table
 from tests.train_step.test_step import ROUNDING, assert_same
