@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
+import functools
+import inspect
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +21,15 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # compared by value
 
 def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collection[str]] = {},
                 ) -> Iterator[tuple[tuple[int | None, str], Any]]:
-    """Yield (place of a group, option) -> value, and (None, name) -> value of what it keeps beside its groups, and on parameters.
+    """Yield (place of a group, option) -> value, and (None, name) -> value of what it keeps beside its groups, and on parameters,
+    and of numbers that its code reads elsewhere.
 
     Args:
         changing: the options of each group that are left out, as learning rates are.
     """
     if not reads_groups_alone(optimizer):
         yield from (((None, name), value) for name, value in attributes_of(optimizer).items())
+        yield from (((None, f"{place.name} of its program"), place.value) for place in _numbers_read_by(type(optimizer)))
         params = (p for group in optimizer.param_groups for p in group["params"])
         yield from (((None, f"params[{place}].{name}"), value) for place, p in enumerate(params)
                     for name, value in attributes_of_parameter(optimizer, p).items())
@@ -57,3 +65,59 @@ def comparable_value(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, set):
         return frozenset(value)
     return value if isinstance(value, _PLAIN) else id(value)
+
+
+# ---- of the program -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where code reads a number or a text: `name` of the globals of a module, of a class, or in a cell of a closure."""
+
+    name: str
+    holder: Any
+
+    @property
+    def value(self) -> Any:
+        """What is there, where it is a number or a text; else None."""
+        held = (self.holder.cell_contents if isinstance(self.holder, types.CellType) else
+                (vars(self.holder) if isinstance(self.holder, type) else self.holder).get(self.name))
+        return held if isinstance(held, _PLAIN) else None
+
+    def put_back(self, value: Any) -> None:
+        if isinstance(self.holder, types.CellType):
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, type):
+            setattr(self.holder, self.name, value)
+        else:
+            self.holder[self.name] = value
+
+
+@functools.cache
+def _numbers_read_by(cls: type[torch.optim.Optimizer]) -> list[_Place]:
+    """Return where the methods of a class of a program, and functions that they call of its module, may read numbers."""
+    owners = [owner for owner in cls.__mro__ if owner.__module__.partition(".")[0] not in ("torch", "apexfx", "builtins")]
+    places = [_Place(name, owner) for owner in owners for name, value in vars(owner).items() if isinstance(value, _PLAIN)]
+    functions = [inspect.unwrap(value) for owner in owners for value in vars(owner).values() if callable(value)]
+    for function in functions:  # which grows
+        if not isinstance(function, types.FunctionType):
+            continue
+        names = [each.argval for each in dis.get_instructions(function) if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")]
+        places += [_Place(name, function.__globals__) for name in names]
+        places += [*map(_Place, function.__code__.co_freevars, function.__closure__ or ())]
+        functions += [called for name in names if isinstance(called := function.__globals__.get(name), types.FunctionType)
+                      and called.__module__ == function.__module__ and called not in functions]
+    return list({(each.name, id(each.holder)): each for each in places if not each.name.startswith("__")}.values())
+
+
+@contextlib.contextmanager
+def numbers_put_back(cls: type[torch.optim.Optimizer]) -> Iterator[list[str]]:
+    """Put numbers of the program back that code of a class writes in this context; the names of those are then in the list."""
+    before, written = [(place, place.value) for place in _numbers_read_by(cls)], []
+    try:
+        yield written
+    finally:
+        for place, value in before:
+            if place.value is not value and place.value != value:
+                written.append(place.name)
+                place.put_back(value)

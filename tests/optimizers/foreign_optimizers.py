@@ -620,3 +620,56 @@ class OfFloats(Foreign):
         if isinstance(group["weight_decay"], (int, float)):
             p.mul_(1 - group["lr"] * group["weight_decay"])
         p.sub_(g, alpha=group["lr"])
+
+
+RATE, CALLS = 1.0, 0
+
+
+def _rate():
+    return RATE
+
+
+def _closed():
+    rate, calls = 1.0, 0
+
+    class OfProgram(Foreign):
+        """Reads what its class, its module and a closure have."""
+
+        rate = 1.0
+
+        def update(self, p, g, state, group):
+            p.sub_(g, alpha=group["lr"] * self.rate * _rate() * rate)
+
+    class CountsInClosure(Foreign):
+        def update(self, p, g, state, group):
+            nonlocal calls
+            calls += 1
+            p.sub_(g, alpha=group["lr"] / calls)
+
+    def stop():
+        nonlocal rate
+        rate = 0.0
+
+    return OfProgram, CountsInClosure, stop
+
+
+OfProgram, CountsInClosure, stop_closure = _closed()
+
+
+class CountsInModule(Foreign):
+    def begin(self, group):
+        global CALLS
+        CALLS += 1
+
+    def update(self, p, g, state, group):
+        p.sub_(g, alpha=group["lr"] / CALLS)
+
+
+class CountsInClass(Foreign):
+    calls = 0
+
+    def begin(self, group):
+        CountsInClass.calls += 1
+
+    def update(self, p, g, state, group):
+        p.sub_(g, alpha=group["lr"] / self.calls)

@@ -101,7 +101,11 @@ REFUSED = [
     (foreign.Bare, "raises AttributeError"), (foreign.Quantile, "writes by aten.ceil_.default")]
 
 
-@pytest.mark.parametrize("kind, reason", REFUSED, ids=lambda each: getattr(each, "__name__", ""))
+COUNTING = [(kind, "counts in Python: '(calls|CALLS)' of its program")
+            for kind in (foreign.CountsInClass, foreign.CountsInModule, foreign.CountsInClosure)]
+
+
+@pytest.mark.parametrize("kind, reason", REFUSED + COUNTING, ids=lambda each: getattr(each, "__name__", ""))
 def test_what_no_graph_holds_is_refused_by_its_line_and_nothing_of_it_is_changed(kind, reason):
     model = Net()
     optimizer = kind(model.parameters(), lr=0.01)
@@ -163,6 +167,26 @@ def test_what_a_step_reads_of_its_optimizer_is_read_again_where_it_changes(name)
     data = batches(2)
     step(*data[0])
     OPTIONS[name](optimizer)
+    before = copy.deepcopy(model.state_dict())
+    step(*data[1])
+    assert_same(model.state_dict(), before)
+
+
+PROGRAM = {"a class": lambda: setattr(foreign.OfProgram, "rate", 0.0), "a module": lambda: setattr(foreign, "RATE", 0.0),
+           "a closure": foreign.stop_closure}
+
+
+@table(1, "name", PROGRAM)
+def test_what_a_step_reads_of_its_program_is_read_again_where_it_changes(name, monkeypatch):
+    model = Net()
+    monkeypatch.setattr(foreign.OfProgram, "rate", 1.0)
+    monkeypatch.setattr(foreign, "RATE", 1.0)
+    optimizer = foreign.OfProgram(model.parameters(), lr=0.1)
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
+    assert "outside of the graph" not in str(step.report)
+    data = batches(2)
+    step(*data[0])
+    PROGRAM[name]()
     before = copy.deepcopy(model.state_dict())
     step(*data[1])
     assert_same(model.state_dict(), before)

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ..._torch import as_parameter, muon, not_compiling, plain_step, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from ...random_state import forked_random, places_in_random
+from ..._torch import as_parameter, muon, not_compiling, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ...random_state import forked_random
 from ..layout import WHOLE, Layout
 from ..settings import attributes_of, attributes_of_parameter, reads_groups_alone
 from ..update import kind_of
-from .shadow import copied, is_plain, reason_of, same, shadow_of
-from .symbolic_numbers import NotTraceable, asked_for_ids
+from .shadow import copied, is_plain, reason_of, run_step, same, shadow_of
+from .symbolic_numbers import NotTraceable
 
 
 class _FirstValues(dict):
@@ -101,11 +101,8 @@ def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, An
     p.grad = grad.clone()
     groups = [{**{k: copied(v) for k, v in group.items()}, "params": [p]}]
     (torch.manual_seed if p.is_cuda else torch.default_generator.manual_seed)(0)  # that of all devices costs milliseconds
-    places = places_in_random()
-    with asked_for_ids(), patch.object(muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient):  # of no state
-        plain_step(cls)(shadow := shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))
-    if places_in_random() != places:
-        raise NotTraceable("draws random numbers of Python")
+    with patch.object(muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient):  # of no state
+        run_step(shadow := shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))
     if others := [key for key in shadow.state if key is not p]:
         raise NotTraceable(f"keeps in its state what is of no parameter: {others[0]!r}")
     return [p, *tree_leaves(held), torch.cuda.get_rng_state(p.device) if p.is_cuda else torch.get_rng_state()]

@@ -12,13 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch import tree_flatten
-from ..settings import attributes_of_parameter
-from .symbolic_numbers import NotTraceable
+from ..._torch import plain_step, tree_flatten
+from ...random_state import places_in_random
+from ..settings import attributes_of_parameter, numbers_put_back
+from .symbolic_numbers import NotTraceable, asked_for_ids
 
 _OUR_FILES = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH_FILES, _TORCH_OPTIM = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torch.optim.__file__) + os.sep
 _NUMBERS = (int, float, bool)
+
+
+def run_step(shadow: torch.optim.Optimizer) -> None:
+    """Run the step of a shadow, which is to leave all but the shadow as it is.
+
+    Raises:
+        NotTraceable: it counts in its program, or draws random numbers of Python.
+    """
+    places = places_in_random()
+    with asked_for_ids(), numbers_put_back(type(shadow)) as written:
+        plain_step(type(shadow))(shadow)
+    if written:
+        raise NotTraceable(f"counts in Python: {written[0]!r} of its program is another after it")
+    if places_in_random() != places:
+        raise NotTraceable("draws random numbers of Python")
 
 
 def shadow_of(cls: type, attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> torch.optim.Optimizer:

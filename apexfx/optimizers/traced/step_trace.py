@@ -25,20 +25,19 @@ from ..._torch import (
     local_rows,
     muon,
     not_compiling,
-    plain_step,
     storage_address,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
 )
-from ...random_state import forked_random, places_in_random
+from ...random_state import forked_random
 from ..layout import WHOLE, Layout, Ranks
 from ..settings import attributes_of, attributes_of_parameter, comparable_value, settings_of
 from ..update import kind_of, unlike_state
 from .over_ranks import share_matrices
 from .recorder import Recorder
-from .shadow import copied, facts_of, reason_of, same, shadow_of
-from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, asked_for_ids, asked_of_numbers
+from .shadow import copied, facts_of, reason_of, run_step, same, shadow_of
+from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, asked_of_numbers
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
 _NOTHING = object()
@@ -163,12 +162,9 @@ class StepTrace:
         if present not in self._graphs:
             try:
                 with not_compiling(), forked_random(), self._mode, torch.no_grad():
-                    places = places_in_random()
                     traced = self._traced(present)
                     if self.ranks is not None:
                         share_matrices(traced[0], len(self._params), self.ranks)
-                    if places_in_random() != places:
-                        raise NotTraceable("draws random numbers of Python")
                     self._graphs[present] = traced
             except SharedDiffer:
                 if not all(present):
@@ -230,9 +226,8 @@ class StepTrace:
         state.update((p, tree_unflatten(own, tree)) for p, own, tree in zip(params, leaves, self._trees) if own)
         shadow = shadow_of(self._class, self._attributes, groups, state)
         before = facts_of(shadow)
-        with AsFunctionalized(), asked_of_numbers(), asked_for_ids(), \
-                patch.object(muon, "_zeropower_via_newtonschulz", _orthogonalized):
-            plain_step(self._class)(shadow)
+        with AsFunctionalized(), asked_of_numbers(), patch.object(muon, "_zeropower_via_newtonschulz", _orthogonalized):
+            run_step(shadow)
         if changed := [name for name, value in facts_of(shadow).items() if not same(value, before.pop(name, _NOTHING))]:
             raise NotTraceable(f"counts in Python: {changed[0]} is another after it")
         new: list[list[Any]] = []
