@@ -59,7 +59,7 @@ class OptimizerState:
                                 tuple((name, places[id(p)]) for p, name, _ in update.held),
                                 tuple((self._step_names[id(vector)], tuple(places[id(p)] for p in members))
                                       for vector, members in update.vectors),
-                                tuple(f"{name}_{place}" for name, _ in update.hyperparameters()))
+                                tuple(f"{name}_{place}" for name, _ in update.hyperparameters()), update.trace)
             else:
                 yield ApplyUpdate(update.op, first, last, tuple(update.states), f"lr_{place}",
                                   self._step_names[id(update.step)] if update.step is not None else None, update.numbers,

@@ -85,6 +85,7 @@ def _layout_and_number(tensor: Tensor) -> Any:
 
 
 _Traced = tuple[fx.GraphModule, list[int], list[list[int]]]
+_TRACES: weakref.WeakValueDictionary[str, StepTrace] = weakref.WeakValueDictionary()  # by digest
 
 
 class StepTrace:
@@ -140,7 +141,7 @@ class StepTrace:
         self.num_nodes = sum(node.op == "call_function" for node in graph.graph.nodes)
         traced = comparable_value([self._params, self._leaves], _layout), self._held, self._shared, self.numbers
         self.digest = hashlib.sha256(f"{graph.code}{traced}".encode()).hexdigest()[:16]
-        while TRACES.setdefault(self.digest, self) is not self:  # another optimizer's, alike so far, with numbers of its own
+        while _TRACES.setdefault(self.digest, self) is not self:  # another optimizer's, alike so far, with numbers of its own
             self.digest += "+"
 
     def held_of(self, states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, Tensor]]:
@@ -297,9 +298,6 @@ class SharedDiffer(Exception):
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.index = index
-
-
-TRACES: weakref.WeakValueDictionary[str, StepTrace] = weakref.WeakValueDictionary()  # by digest
 
 
 def _set_number(groups: list[dict[str, Any]], place: Place, number: Any) -> None:

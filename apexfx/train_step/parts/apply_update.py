@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...graph.printing import count_text
 from ...optimizers.end_of_step import EndOfStep
-from ...optimizers.traced.step_trace import TRACES, StepTrace
+from ...optimizers.traced.step_trace import StepTrace
 from ...optimizers.update import call_op, counts_updates, unlike_state
 from .part import Part
 
@@ -86,10 +86,11 @@ class ApplyStep(Part):
     Attributes:
         name: "Lion.step()".
         first, last: of the places of the parameters, and one behind them.
-        digest: of the trace.
+        digest: of the trace, which no other has.
         held: (slot, place of its parameter) of the state that each parameter has for itself.
         vectors: (slot, places of the parameters) of numbers that parameters have in common, an element each.
         numbers: the slots of what the host sets.
+        trace: the step as graphs.
     """
 
     name: str
@@ -99,30 +100,27 @@ class ApplyStep(Part):
     held: tuple[tuple[str, int], ...]
     vectors: tuple[tuple[str, tuple[int, ...]], ...]
     numbers: tuple[str, ...]
+    trace: StepTrace = field(compare=False, repr=False)
     updates: ClassVar[bool] = True
     is_traced: ClassVar[bool] = True
 
     @property
     def whole(self) -> bool:
-        return self._trace.ranks is not None and self._trace.ranks.whole
+        return self.trace.ranks is not None and self.trace.ranks.whole
 
     def prepare(self, has_gradient: Sequence[bool]) -> None:
-        self._trace.graph(tuple(has_gradient[self.first:self.last]))
+        self.trace.graph(tuple(has_gradient[self.first:self.last]))
 
     def apply(self, end: EndOfStep) -> None:
         grads = end.grads[self.first:self.last]
         held = [end.slots(name, [place])[0] for name, place in self.held]
         vectors = [(end.slot(name), [place - self.first for place in places]) for name, places in self.vectors]
-        self._trace.apply(end.params[self.first:self.last], grads, held, vectors,
+        self.trace.apply(end.params[self.first:self.last], grads, held, vectors,
                           [end.slot(name) for name in self.numbers], (end.inverse, end.clip), end.skip)
 
     def describe(self) -> str:
-        nodes, params = count_text(self._trace.num_nodes, "node"), count_text(self.last - self.first, "parameter")
+        nodes, params = count_text(self.trace.num_nodes, "node"), count_text(self.last - self.first, "parameter")
         return f"{self.name}, traced: {nodes} over {params}"
-
-    @property
-    def _trace(self) -> StepTrace:
-        return TRACES[self.digest]
 
 
 def _counts(count: Tensor, members: Sequence[int]) -> list[Tensor]:
