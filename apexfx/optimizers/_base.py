@@ -42,7 +42,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _op: str  # its name
     _state_names: tuple[str, ...] = ()  # tensors like the parameter, float32, zero at first
     _scalar_state_names: tuple[str, ...] = ()  # one number a parameter, made by the subclass
-    _pickled = ("set_grad_none", "capturable", "master_weights", "max_grad_norm")
+    own_options = ("set_grad_none", "capturable", "master_weights", "max_grad_norm")  # which it has beside its groups
     clip_epsilon = 1e-6  # added to the norm that divides `max_grad_norm`
     last_grad_norm: Tensor | None = None
     last_found_inf: Tensor | None = None
@@ -271,7 +271,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return group
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._pickled}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.own_options}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

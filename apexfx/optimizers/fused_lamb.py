@@ -56,7 +56,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     number of updates to start from. `step(grad_scaler=scaler)` is `scaler.step(optimizer)`.
     """
 
-    _pickled = (*FusedLAMB._pickled, "reduced_precision_dtype")
+    own_options = (*FusedLAMB.own_options, "reduced_precision_dtype")
 
     def __init__(
         self,

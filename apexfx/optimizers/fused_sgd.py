@@ -20,7 +20,7 @@ class FusedSGD(FusedOptimizer):
 
     _op = "sgd_"
     _state_names = ("momentum_buffer",)
-    _pickled = (*FusedOptimizer._pickled, "wd_after_momentum", "materialize_master_grads")
+    own_options = (*FusedOptimizer.own_options, "wd_after_momentum", "materialize_master_grads")
 
     def __init__(
         self,

@@ -27,7 +27,9 @@ def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collect
     Args:
         changing: the options of each group that are left out, as learning rates are.
     """
-    if not reads_groups_alone(optimizer):
+    if reads_groups_alone(optimizer):
+        yield from (((None, name), getattr(optimizer, name)) for name in getattr(optimizer, "own_options", ()))
+    else:
         yield from (((None, name), value) for name, value in attributes_of(optimizer).items())
         yield from (((None, f"{place.name} of its program"), place.value) for place in _numbers_read_by(type(optimizer)))
         params = (p for group in optimizer.param_groups for p in group["params"])
@@ -50,7 +52,9 @@ def attributes_of_parameter(optimizer: torch.optim.Optimizer, p: Tensor) -> dict
 
 
 def reads_groups_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is of a class of torch's or ours, whose steps read nothing else beside their state."""
+    """Return whether an optimizer is of a class of torch's or ours, whose steps read nothing else beside their state, but for
+    `own_options` of ours.
+    """
     return type(optimizer).__module__.startswith(("torch.optim.", "apexfx."))
 
 

@@ -32,6 +32,7 @@ class OptimizerList:
         self._each = [optimizer] if self._is_one else list(optimizer)
         names = [type(each).__name__ for each in self._each]
         self.name = names[0] if self._is_one else f"[{', '.join(names)}]"
+        self._norms = [_own_norm(each) for each in self._each]
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self._each)
@@ -63,8 +64,7 @@ class OptimizerList:
             ValueError: one of several clips itself, whose gradients are clipped together; both have a norm.
         """
         for each in self._each:
-            # Another class of this attribute clips in its own step(), outside of the graph.
-            if (own := getattr(each, "max_grad_norm", None)) and isinstance(each, FusedOptimizer):
+            if own := _own_norm(each):
                 clips = f"{type(each).__name__} clips to max_grad_norm={own} itself"
                 if not self._is_one:
                     raise ValueError(f"apexfx: {clips}, and is one of several optimizers, whose gradients are clipped together; "
@@ -116,10 +116,18 @@ class OptimizerList:
             check_loaded_options(each)
 
     def check_held(self, names: Mapping[int, str]) -> None:
-        """Refuse options and state that lack something.
+        """Refuse options and state that lack something, and another norm than what the parts of the step were made with.
 
         Args:
             names: of the parameters, by id.
         """
-        for each in self._each:
+        for each, norm in zip(self._each, self._norms):
             check_held(each, names)
+            if (now := _own_norm(each)) != norm:
+                raise ValueError(f"apexfx: max_grad_norm of {type(each).__name__} was {norm} when the step was made, and is now "
+                                 f"{now}; make a new step")
+
+
+def _own_norm(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return to which norm an optimizer of ours clips; others do that in their own step(), outside of the graph."""
+    return optimizer.max_grad_norm if isinstance(optimizer, FusedOptimizer) else None

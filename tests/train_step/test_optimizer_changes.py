@@ -55,6 +55,20 @@ def test_momentum_that_comes_and_goes(optimizer):
     assert_same_training(step, reference)
 
 
+def test_what_an_optimizer_of_ours_keeps_beside_its_groups_is_that_of_the_next_step_or_refused():
+    options = {"momentum": 0.9, "weight_decay": 0.1, "max_grad_norm": 1.0}
+    optimizer = functools.partial(FusedSGD, **options)
+    step, reference = heads(optimizer), Eager(Heads(), optimizer)
+    for after, batch in zip((False, True, True), samples(3)):
+        for each in (step, reference):
+            each.optimizer.wd_after_momentum = after
+            each(*batch)
+    assert_same_training(step, reference)
+    step.optimizer.max_grad_norm = 2.0
+    with pytest.raises(ValueError, match=r"max_grad_norm of FusedSGD was 1.0 when the step was made, and is now 2.0"):
+        step(*batch)
+
+
 def clear(optimizer):
     optimizer.state.clear()
 
