@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
@@ -68,9 +67,9 @@ class Components:
         return self.slots[SKIPS] if self.may_skip else None
 
     @property
-    def rows_over(self) -> ProcessGroup | None:
-        """The group of which each rank has its rows of what is updated."""
-        return self.sharded_update.group if self.sharded_update is not None else self.groups.shards
+    def of_rows(self) -> bool:
+        """Whether each rank updates its rows of the parameters."""
+        return self.sharded is not None or self.sharded_update is not None
 
     @property
     def reduces_each_call(self) -> bool:

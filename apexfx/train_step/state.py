@@ -26,7 +26,7 @@ from .hyperparameters import read_options
 from .mean import StepMean
 from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, trained_parameters
-from .parts import in_order
+from .parts import with_updates
 from .slots import Row, slots_of
 from .structure import Structure
 
@@ -86,7 +86,7 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
     names = names_of_parameters(components)
     optimizers.check_held(names)
     outside = check_optimizer(optimizers, trained, options, components.loss_scaling, components.report, scheduled=scheduled,
-                              of_rows=components.rows_over is not None)
+                              of_rows=components.of_rows)
     state = None
     if not outside:
         # Before numbers that parameters share are taken apart.
@@ -109,9 +109,8 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
         **{row.name: local_rows(row.tensor) for row in rows},
         **{f"{names[id(p)]}{ACCUMULATED}": total for p, total in zip(params, in_graph)},
         **({MEANS: means} if means is not None else {})})
-    parts = in_order(options, components.loss_scaling, optimizers, state.parts() if state is not None else (),
-                     sharded_over=components.rows_over and components.rows_over.group_name)
-    plan = registered(Plan(tuple(parts), slots_of(rows), options.keep_grads or state is None))
+    parts = with_updates(components.parts, state.parts() if state is not None else ())
+    plan = registered(Plan(parts, slots_of(rows), options.keep_grads or state is None))
     return StepState(params, names, rows, sums, state, plan, schedulable, scheduled)
 
 

@@ -84,7 +84,8 @@ class TrainStep:
             or sharded is not None and sharded.in_float16
         device = trained[0].device
         loss_scaling = options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None
-        parts = in_order(options, loss_scaling, optimizers)
+        rows_over = groups.gradients if options.shard is not None else groups.shards
+        parts = in_order(options, loss_scaling, optimizers, rows_over and rows_over.group_name)
         slots = Slots([slot for part in parts for slot in part.slots()], trained[0])
         safeguard = None if options.safeguard is None else SafeguardLog(options.safeguard, slots[SKIPS], slots[STATE], slots[LOG])
         if sharded is not None:
@@ -309,7 +310,7 @@ class TrainStep:
         Raises:
             RuntimeError: nothing measures it, which costs a pass over the gradients.
         """
-        if not any(isinstance(part, Norm) for part in self._state.now.plan.parts or self._components.parts):
+        if not any(isinstance(part, Norm) for part in self._components.parts):
             raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
                                "nothing")

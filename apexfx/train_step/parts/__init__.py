@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .loss_scale import LossScale
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 
 def in_order(options: StepOptions, loss_scaling: float | str | None, optimizers: OptimizerList,
-             updates: Iterable[Part] = (), sharded_over: str | None = None) -> list[Part]:
-    """Return the parts of a step's end.
+             sharded_over: str | None) -> list[Part]:
+    """Return the parts of a step's end, but for the updates.
 
     Args:
         loss_scaling: "dynamic", a number, or None.
         optimizers: of the step, of which one may clip itself.
-        updates: of the optimizers that update inside of the graph.
         sharded_over: the name of the process group of which each rank has its rows of the gradients, or None.
     """
     safeguard, (max_norm, epsilon) = options.safeguard, optimizers.clipping(options.max_grad_norm)
@@ -39,7 +38,12 @@ def in_order(options: StepOptions, loss_scaling: float | str | None, optimizers:
         *own["before_clip"],
         max_norm not in (None, math.inf) and Clip(max_norm, epsilon, sharded_over),
         *own["after_clip"],
-        *updates,
         *own["after_update"],
     ]
     return [part for part in parts if part]
+
+
+def with_updates(parts: Sequence[Part], updates: Iterable[Part]) -> tuple[Part, ...]:
+    """Return these parts with the updates of optimizers in front of what runs behind them."""
+    behind = [part for part in parts if part.place == "after_update"]
+    return (*parts[:len(parts) - len(behind)], *updates, *behind)
