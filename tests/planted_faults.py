@@ -281,7 +281,7 @@ FAULTS = (
           "return self._versions != [tensor_version(step) for step in self._counts.values()] or", "return", _SHARED),
     Fault("a number of the state that has moved is read again", "train_step/optimizer_state.py",
           " or self._where != self._where_now()", "", _SHARED),
-    Fault("a number that has moved is no element of the vector", "optimizers/update_rules.py",
+    Fault("a number that has moved is no element of the vector", "optimizers/update.py",
           "viewed(own) is base and own.data_ptr() == base[i].data_ptr()", "viewed(own) is base", _SHARED),
     # Of parameters that are sharded.
     Fault("gradients are a mean over the ranks", "ops/gather_shards.py",

@@ -13,6 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._torch import viewed
+
+Labels = Mapping[int, int]  # of parameters, by id: those of two are not always updated together
+
 
 @dataclass
 class Update:
@@ -55,6 +59,20 @@ class Update:
     def holds(self) -> bool:
         """Return whether it still does what it was made for, whatever its numbers are."""
         return True
+
+
+def one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], name: str, first: Tensor) -> Tensor:
+    """Return the vector whose elements are a number of each member's state; another step on this optimizer may have made it."""
+    held = [optimizer.state[p].get(name) for p in members]
+    base = viewed(held[0]) if isinstance(held[0], Tensor) else None
+    if base is not None and base.dim() == 1 and len(base) == len(held) and all(
+            isinstance(own, Tensor) and viewed(own) is base and own.data_ptr() == base[i].data_ptr()
+            for i, own in enumerate(held)):
+        return base
+    vector = torch.full((len(members),), first.item(), dtype=first.dtype, device=members[0].device)
+    for p, own in zip(members, vector.unbind()):
+        optimizer.state[p][name] = own
+    return vector
 
 
 def call_op(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Sequence[Tensor]],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..optimizers.traced.traced_update import TracedUpdate
 from ..optimizers.update import Update
 from ..optimizers.update_rules import Option
 
@@ -15,7 +16,7 @@ from ..optimizers.update_rules import Option
 class Hyperparameters:
     """Learning rates, and what else a schedule changes, as `scalars` of the graph by name: "lr_0" of the first update."""
 
-    def __init__(self, updates: Sequence[Update]) -> None:
+    def __init__(self, updates: Sequence[Update | TracedUpdate]) -> None:
         self._updates = updates
         self.scalars = {f"{name}_{place}": torch.zeros((), dtype=update.number_dtype, device=update.params[0].device)
                         for place, update in enumerate(updates) for name, _ in update.hyperparameters()}

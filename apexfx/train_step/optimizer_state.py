@@ -9,7 +9,9 @@ from torch import Tensor
 
 from .._torch import tensor_version
 from ..optimizers.layout import WHOLE, Layout
-from ..optimizers.update_rules import Labels, Option, TracedUpdate, options_of, updates
+from ..optimizers.traced.traced_update import TracedUpdate
+from ..optimizers.update import Labels
+from ..optimizers.update_rules import Option, options_of, updates
 from .hyperparameters import Hyperparameters
 from .parts.apply_update import ApplyStep, ApplyUpdate
 from .slots import Row
@@ -55,7 +57,7 @@ class OptimizerState:
             last = first + len(update.params)
             if isinstance(update, TracedUpdate):
                 places = {id(p): number for number, p in enumerate(update.params, first)}
-                yield ApplyStep(update.op, first, last, update.trace.digest,
+                yield ApplyStep(f"{update.trace.name}.step()", first, last, update.trace.digest,
                                 tuple((name, places[id(p)]) for p, name, _ in update.held),
                                 tuple((self._step_names[id(vector)], tuple(places[id(p)] for p in members))
                                       for vector, members in update.vectors),

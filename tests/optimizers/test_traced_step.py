@@ -18,7 +18,8 @@ from tests.train_step.test_step import ROUNDING
 
 import apexfx  # isort: skip
 from apexfx.optimizers.traced import initial_state  # isort: skip
-from apexfx.optimizers.update_rules import traced_update, unsupported_reason  # isort: skip
+from apexfx.optimizers.traced.traced_update import traced_update  # isort: skip
+from apexfx.optimizers.update_rules import unsupported_reason  # isort: skip
 
 CASES = [
     *((kind, {"foreach": foreach}, {"maximize": True})
