@@ -16,7 +16,9 @@ import hashlib
 import json
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -42,12 +44,14 @@ class Communication:
         what: names it in errors: "collectives of graph 0".
         items: JSON-able descriptions, in order, the same on every rank.
         mode: returns "train" or "eval", the mode of the model, or "" where none is known; for errors.
+        numbers: returns what each run may change and every rank is to have alike, learning rates, by name.
         agreed: whether all ranks have compared it before.
     """
 
     what: str
     items: Sequence[Any]
     mode: Callable[[], str] = str
+    numbers: Callable[[], Mapping[str, float]] = dict
     agreed: bool = False
 
     @cached_property
@@ -119,12 +123,15 @@ class Agreement:
         if self._timeout_s is not None:
             options.timeout = min(timedelta(seconds=self._timeout_s), process_group_timeout(self.group))
         sums = torch.zeros(self.group.size(), 4, dtype=torch.int64, device="cpu")
-        sums[rank] = torch.tensor([self._number, run.hash, state.num_begun, flushes], device="cpu")
+        numbers = run.numbers()  # compared in float32: ranks on other machines may round a cosine otherwise
+        tag = run.hash ^ zlib.crc32(array("f", numbers.values()).tobytes())
+        sums[rank] = torch.tensor([self._number, tag, state.num_begun, flushes], device="cpu")
         sums = sums.to(device, non_blocking=True)
         with explained(self.group, f"the comparison of the {run.what}", options.timeout):
             self.group.allreduce([sums], options).wait()  # on CUDA the stream waits
         if run.agreed and device.type == "cuda":
-            copy, ran = HostCopy(sums), replace(run, mode=str)  # which does not hold the model until the next run
+            # Which does not hold the model until the next run.
+            copy, ran = HostCopy(sums), replace(run, mode=str, numbers=dict(numbers).copy)
             state.unread = lambda: self._check(copy.get().tolist(), ran, late=True)
         else:
             self._check(sums.tolist(), run, late=False)
@@ -139,6 +146,7 @@ class Agreement:
         if device_of_group(self.group).type == "cpu":  # otherwise a rank may have gone on, and would not come
             with explained(self.group, "the explanation of an error"):
                 items = [{"model, in the order they were made": self._number}, *run.items]
+                items += [["numbers of the optimizer", dict(numbers)]] if (numbers := run.numbers()) else []
                 dist.all_gather_object(posts, [run.what, items, run.mode()], self.group)
         after = ("\nIt happened in the step before, whose gradients are the same on every rank, and may be averages over "
                  "different steps: go back to a checkpoint.") if late else ""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import is_dtensor, local_rows, sharded_like
@@ -50,12 +52,34 @@ class Layout:
         """Return a tensor of a parameter's state where it belongs: whole, where it was loaded of a step that shards it.
 
         Every rank has to do so.
+
+        Raises:
+            ValueError: `held` is rows of another rank.
         """
+        check_own(held)
         return held.full_tensor() if is_dtensor(held) and not is_dtensor(p) else held
 
     def as_state(self, made: Tensor, p: Tensor) -> Tensor:
         """Return what was made for the rows of a parameter as a tensor of its state."""
         return sharded_like(made, p)
+
+
+def check_own(held: Any) -> None:
+    """Refuse rows that another rank had, or one of another number of ranks: `torch.save` writes those of one rank.
+
+    Raises:
+        ValueError: whose they are.
+    """
+    if not is_dtensor(held):
+        return
+    mesh = held.device_mesh
+    saved = [f"rank {rank} of {mesh.size(dim)}" for dim, rank in enumerate(mesh.get_coordinate() or ())]
+    own = [f"rank {mesh.get_local_rank(dim)} of {mesh.get_group(dim).size()}"
+           for dim in range(mesh.ndim)] if dist.is_initialized() else ["no process group"]
+    if saved != own:
+        raise ValueError(f"apexfx: the state holds rows of {', '.join(saved)}, and here is {', '.join(own)}: torch.save writes "
+                         "of a DTensor what one rank has. Save step.state_dict() by torch.distributed.checkpoint, or "
+                         "step.state_dict(full=True)")
 
 
 WHOLE = Layout()

@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import is_dtensor, tree_map
+from .._torch import is_dtensor, tree_leaves, tree_map
+from ..optimizers.layout import check_own
 from .components import Components
 from .parts.loss_scale import of_grad_scaler
 from .slots import section
@@ -71,6 +72,8 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
         kind = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: {sorted(_ALWAYS)}. "
                          "Load what a loop has saved into the model and the optimizer themselves, which the step shares")
+    for held in tree_leaves(state):
+        check_own(held)
     if not isinstance(ranks := state["num_ranks"], int) or ranks < 1:
         raise ValueError(f"apexfx: the state was given with num_ranks={ranks!r}, expected a whole number, 1 or more")
     for name in state.keys() - _ALWAYS - {"objective"} | {"scaler"}:

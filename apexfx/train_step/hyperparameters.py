@@ -14,13 +14,17 @@ from ..optimizers.update_rules import Option
 
 
 class Hyperparameters:
-    """Learning rates, and what else a schedule changes, as `scalars` of the graph by name: "lr_0" of the first update."""
+    """Learning rates, and what else a schedule changes, as `scalars` of the graph by name: "lr_0" of the first update.
+
+    Attributes:
+        numbers: what scalars have now, but for those of tensors on a device.
+    """
 
     def __init__(self, updates: Sequence[Update | TracedUpdate]) -> None:
         self._updates = updates
         self.scalars = {f"{name}_{place}": torch.zeros((), dtype=update.number_dtype, device=update.params[0].device)
                         for place, update in enumerate(updates) for name, _ in update.hyperparameters()}
-        self._numbers: dict[str, float] = {}  # of the host, that scalars have now
+        self.numbers: dict[str, float] = {}
         self.read()
 
     def read(self) -> None:
@@ -32,10 +36,10 @@ class Hyperparameters:
                     raise _text_for_number(name, number)
                 if isinstance(number, Tensor) and number.device.type != "cpu":
                     self.scalars[scalar].copy_(number.detach().reshape(()))
-                    self._numbers.pop(scalar, None)
-                elif self._numbers.get(scalar) != (number := float(number)):
+                    self.numbers.pop(scalar, None)
+                elif self.numbers.get(scalar) != (number := float(number)):
                     self.scalars[scalar].fill_(number)
-                    self._numbers[scalar] = number
+                    self.numbers[scalar] = number
 
 
 def read_options(optimizers: Iterable[torch.optim.Optimizer], before: Mapping[Option, Any],

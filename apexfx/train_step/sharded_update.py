@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._torch import is_dtensor
 from ..ops.own_rows import has_rows, span
-from ..optimizers.layout import Layout, Ranks
+from ..optimizers.layout import Layout, Ranks, check_own
 from .by_element import check_by_element
 from .optimizer_list import OptimizerList
 from .options import StepOptions
@@ -45,6 +45,7 @@ class ShardedUpdate(Layout):
         """Return a tensor of a parameter's state, whole as a plain checkpoint has it, as the rows that this rank has."""
         if not has_rows(p) or held.shape != p.shape:
             return super().placed(held, p)
+        check_own(held)
         if is_dtensor(held) and held.placements == (Shard(0),) and held.device_mesh.size() == self.group.size():
             return held
         return self.as_state(self.rows(super().placed(held, p)), p)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,11 @@ class StepState:
     def tensors(self) -> list[Tensor]:
         """Those of the rows; of a sharded one what this rank has."""
         return [local_rows(row.tensor) for row in self.rows]
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """What a schedule may change of the optimizers, where they update in the graph."""
+        return self.optimizer.hyperparameters.numbers if self.optimizer is not None else {}
 
     @functools.cached_property
     def compared(self) -> list[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +73,7 @@ class StepCompiler:
         on_loss: called before each run, with `is_mean` for a loss that is a `Mean`, and `present`, for each parameter whether it
             has a gradient.
         states: returns the optimizer's state, which is in memory whether a graph takes it or not.
+        numbers: returns what a schedule may change, which every rank is to have alike.
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
@@ -90,6 +91,7 @@ class StepCompiler:
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
                  on_loss: Callable[..., None], states: Callable[[], Sequence[torch.Tensor]] = tuple,
+                 numbers: Callable[[], Mapping[str, float]] = dict,
                  memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
                  sharded: ShardedModel | None = None, shard: str | None = None, reduces_each_call: bool = False,
                  traces: bool = False) -> None:
@@ -100,7 +102,7 @@ class StepCompiler:
         self.index = index
         self.sharded, self.shard, self.reduces_each_call = sharded, shard, reduces_each_call
         self.on_run, self.on_communication, self.on_loss = on_run, on_communication, on_loss
-        self.states = states
+        self.states, self.numbers = states, numbers
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
         self.safeguard = safeguard
@@ -159,7 +161,8 @@ class StepCompiler:
         collectives = self._collectives(graph, [p.meta[NAME] for p, here in zip(params, present) if here],
                                         reached if self.reduces_each_call else ())
         agreement = self.agreement if collectives else None
-        communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.index.mode)
+        communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.index.mode,
+                                      self.numbers)
 
         def before_communicating() -> None:
             if agreement is not None:

@@ -70,8 +70,8 @@ class StepGraphs:
             StepCompiler, components.options.config, report=components.report, groups=components.groups,
             agreement=components.agreement, index=components.index, sharded=components.sharded, shard=components.options.shard,
             reduces_each_call=components.reduces_each_call, on_run=state.note_change, on_communication=state.note_communication,
-            on_loss=self._before_run, states=lambda: state.now.tensors, memory_budget=components.options.memory_budget,
-            safeguard=components.safeguard is not None)
+            on_loss=self._before_run, states=lambda: state.now.tensors, numbers=lambda: state.now.numbers,
+            memory_budget=components.options.memory_budget, safeguard=components.safeguard is not None)
         self._steps, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._updates = self._variant(run_update, on_loss=_nothing)
         groups = components.groups

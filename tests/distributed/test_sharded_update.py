@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 
 import pytest
 import torch
@@ -252,8 +254,11 @@ def resumed(rank, world_size, folder, every):
             step(*batch)
     checkpoint.save(trained["optimizer"].state_dict(), checkpoint_id=folder)
     states = [trained[None].state_dict(), trained["optimizer"].state_dict(), trained["optimizer"].state_dict(full=True)]
-    held = [None if rank else states[-1]]
+    torch.save(states[1], file := io.BytesIO())
+    held = [None if rank else states[-1], file.getvalue()]
     dist.broadcast_object_list(held)
+    with pytest.raises(ValueError, match="rows of rank 0 of 2, and here is rank 1 of 2") if rank else contextlib.nullcontext():
+        new("optimizer").load_state_dict(torch.load(io.BytesIO(held[1])))
     assert rank == 0 or states[-1] == {}
     states[-1] = copy.deepcopy(held[0])
     assert all(type(x) is torch.Tensor for p in states[-1]["optimizer"]["state"].values() for x in p.values())
