@@ -265,6 +265,20 @@ def test_rare_steps_are_those_of_eager(name):
         assert_same(*(each.state_dict()["state"] for each in (optimizer, theirs)))
 
 
+@pytest.mark.parametrize("kind", [foreign.Lion, foreign.AllCounted])
+def test_a_step_none_of_whose_parameters_has_a_gradient_does_what_its_own_does(kind):
+    model, reference = Net(), Net()
+    optimizers, theirs = ([kind([each.heads[1].weight], lr=0.1), foreign.Lion([each.body.weight, each.heads[0].weight], lr=0.1)]
+                          for each in (model, reference))
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizers, opt_level="O0", inner="eager")
+    for (x, target), heads in zip(batches(4), [(0, 1), (0,), (0, 1), (0,)]):
+        target = target % (3 * len(heads))
+        step(x, target, heads)
+        eager_step(reference, theirs, x, target, heads)
+    assert_same(model.state_dict(), reference.state_dict())
+    assert_same(*(each[0].state_dict()["state"] for each in (optimizers, theirs)))
+
+
 def test_a_number_that_a_group_has_as_a_tensor_is_read_again_where_it_changes():
     p = torch.nn.Parameter(torch.ones(2))
     optimizer = foreign.Scaled([p], lr=0.01)

@@ -273,8 +273,8 @@ class StepTrace:
         new = dict(zip(written, graph(*params, *own, *held, *firsts, *numbers)))
         if skip is not None:
             new = {place: torch.where(skip != 0, old[place], value) for place, value in new.items()}
-        own_places = [place for place in new if place < len(params) + len(held)]
-        torch.ops.aten._foreach_copy_([old[place] for place in own_places], [new[place] for place in own_places])
+        if own_places := [place for place in new if place < len(params) + len(held)]:
+            torch.ops.aten._foreach_copy_([old[place] for place in own_places], [new[place] for place in own_places])
         for place, ((vector, members), own) in enumerate(zip(shared, moved), len(params) + len(held)):
             if len(own) == len(members):
                 vector.copy_(new[place])
