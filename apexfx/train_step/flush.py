@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from ..buckets.eager_reduce import averaged_copies
@@ -10,7 +11,6 @@ from .accumulation import average_of, clear_accumulated
 from .components import Components
 from .function import apply_gradients
 from .state import TrainingState
-from .step_inputs import StepInputs
 
 
 def apply_accumulated(components: Components, state: TrainingState, num_calls: int) -> tuple[Any, ...] | None:
@@ -32,16 +32,16 @@ def apply_accumulated(components: Components, state: TrainingState, num_calls: i
             components.safeguard.count_accumulated(num_calls)
         return None
     state.note_change()
-    inputs = StepInputs(components.model, components.objective, **state.inputs())
-    plan = registered(now.plan.of_calls(num_calls))  # which lasts as long as this name
-    inputs.plan = plan.text
+    params = now.params
     if components.sharded is not None:
-        inputs.params = components.sharded.rows(now.params)
+        params = components.sharded.rows(now.params)
     if sharded_update is not None:
-        inputs.params = sharded_update.own(now.params, but=now.plan.whole)
+        params = sharded_update.own(now.params, but=now.plan.whole)
         grads = grads if components.reduces_each_call else sharded_update.own(grads)
+    plan = registered(now.plan.of_calls(num_calls))  # which lasts as long as this name
+    inputs = dataclasses.replace(state.inputs(components.model), params=params, plan=plan.text)
     applied = apply_gradients(inputs, grads, weighted and weighted.count)
     if sharded_update is not None:
-        sharded_update.gather(inputs.params, now.params)
+        sharded_update.gather(params, now.params)
     clear_accumulated(now.gradient_sums, state.mean.sums)
     return weighted and weighted.mean, *applied

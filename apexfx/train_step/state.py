@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled
 from ..buckets.plan import given_plan
@@ -28,6 +28,7 @@ from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import with_updates
 from .slots import Row, slots_of
+from .step_inputs import StepInputs
 from .structure import Structure
 
 
@@ -170,17 +171,17 @@ class TrainingState:
         if self.now.optimizer is not None:
             self.now.optimizer.hyperparameters.read()
 
-    def inputs(self) -> dict[str, Any]:
-        """Return what `StepInputs` has of this."""
+    def inputs(self, model: nn.Module) -> StepInputs:
+        """Return what a function of the step is called with beside its batch; `model` is traceable where one is traced."""
         now, components, options = self.now, self._components, self._components.options
         sharded = components.sharded
         params, sums = (now.params, now.gradient_sums) if sharded is None else sharded.wholes(now.params, now.gradient_sums)
-        return {"params": params, "dtypes": [p.dtype for p in now.params] if now.gradient_sums else [], "gradient_sums": sums,
-                "accumulated": [id(p) in self.accumulated for p in now.params] if now.gradient_sums else [],
-                "means": self.mean.sums, "group": self._group and self._group.group_name, "divisor": self._divisor,
-                "slots": now.tensors, "scale": components.scale, "calls": options.accumulate,
-                "plan": now.plan.text,
-                "ranks": self._group.size() if options.shard == "gradients" and options.accumulate > 1 else 0}
+        return StepInputs(
+            model, components.objective, params, dtypes=[p.dtype for p in now.params] if now.gradient_sums else [],
+            gradient_sums=sums, accumulated=[id(p) in self.accumulated for p in now.params] if now.gradient_sums else [],
+            means=self.mean.sums, slots=now.tensors, scale=components.scale, calls=options.accumulate,
+            group=self._group and self._group.group_name, divisor=self._divisor, plan=now.plan.text,
+            ranks=self._group.size() if options.shard == "gradients" and options.accumulate > 1 else 0)
 
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch import set_grad_enabled, tensor_version, tree_leaves
 from .._torch_compilers import dynamo_config, guard_classes, mark_static, mark_static_address, run_cached_graphs
@@ -116,7 +116,7 @@ class StepGraphs:
             key = self._state.now.plan.text, present, is_mean
             if key not in self._known:
                 with self._compiling(), contextlib.suppress(NotRun), self._updates.compiler.without_running():
-                    self._updates.compiling(self._inputs(self._components.model), present, is_mean)
+                    self._updates.compiling(self._state.inputs(self._components.model), present, is_mean)
                 self._known.add(key)
 
     def _with_earlier(self, present: Sequence[bool]) -> tuple[bool, ...]:
@@ -142,10 +142,7 @@ class StepGraphs:
         """
         check_traceable(self._components.model, self._components.options)
         compiler = self._make_compiler(report=Report(self._components.report.config), agreement=None, traces=True)
-        return trace(run_step, compiler, self._components.step_model, self._inputs(self._components.model), batch, named)
-
-    def _inputs(self, model: nn.Module) -> StepInputs:
-        return StepInputs(model, self._components.objective, **self._state.inputs())
+        return trace(run_step, compiler, self._components.step_model, self._state.inputs(self._components.model), batch, named)
 
     def _run_cached(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         """Run the graph that has run for such a call before; nothing is looked at that its guards see.
@@ -158,28 +155,28 @@ class StepGraphs:
         try:  # no `with torch.no_grad()`, whose methods are Python's: an interrupt in them would leave it on
             set_grad_enabled(False)
             with self._components.step_model.traceable(cached=True) as model:
-                return variant.cached(self._inputs(model), *args)
+                return variant.cached(self._state.inputs(model), *args)
         finally:
             set_grad_enabled(recorded)
 
     def _compile_and_run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         warn_of_eval_mode(self._components.model, self._components.report)
         self._state.prepare()
-        inputs = self._state.inputs()
-        for tensor in (*inputs["slots"], *inputs["gradient_sums"]):  # whose order changes with what updates
+        inputs = self._state.inputs(self._components.model)
+        for tensor in (*inputs.slots, *inputs.gradient_sums):  # whose order changes with what updates
             mark_static(tensor)
-        gradients = grad_versions(params := inputs["params"])
+        gradients = grad_versions(inputs.params)
         self._state.keep_buffers()
         step_model = self._components.step_model
 
         def compile_and_run() -> tuple[Any, ...]:
             with self._compiling(), step_model.traceable() as model:
-                return variant.compiling(self._inputs(model), *args)
+                return variant.compiling(self._state.inputs(model), *args)
 
         # An update calls neither model nor loss.
         outputs = compile_and_run() if variant is self._updates else run_or_raise_as_eager(
             compile_and_run, functools.partial(step_model.run_in_eager, self._components.objective, *args))
-        if grad_versions(params) != gradients:  # by what the compiler does not know for a backward
+        if grad_versions(inputs.params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
         return outputs
 
@@ -198,9 +195,8 @@ class StepGraphs:
 
         Where something has moved all the same, another graph is recorded.
         """
-        inputs = self._state.inputs()
-        written = [inputs[name] for name in ("params", "gradient_sums", "means", "slots", "scale")]
-        for tensor in tree_leaves(written):
+        inputs = self._state.inputs(self._components.model)
+        for tensor in tree_leaves([inputs.params, inputs.gradient_sums, inputs.means, inputs.slots, inputs.scale]):
             if isinstance(tensor, Tensor):
                 mark_static_address(tensor, guard=False)
 
@@ -249,8 +245,7 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
     index.add_parameters(model.objective_modules.named_tensors()[0])
     compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None, index=index,
                             on_run=_nothing, on_communication=_nothing, on_loss=_nothing, reduce_gradients=False, traces=True)
-    inputs = StepInputs(model.model, objective, params, dtypes=[], gradient_sums=[], accumulated=[], means=None, slots=[],
-                        scale=scale, calls=calls, group=None, divisor=1, plan="")
+    inputs = StepInputs(model.model, objective, params, scale=scale, calls=calls)
     return trace(run_gradients, compiler, model, inputs, batch, named)
 
 

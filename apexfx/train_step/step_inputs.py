@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,14 +33,14 @@ class StepInputs:
     model: nn.Module
     objective: Callable[..., Any]
     params: list[Tensor]
-    dtypes: list[Any]
-    gradient_sums: list[Tensor]
-    accumulated: list[bool]
-    means: Tensor | None
-    slots: list[Tensor]
-    scale: Tensor | None
-    calls: int
-    group: str | None
-    divisor: int
-    plan: str
+    dtypes: list[Any] = field(default_factory=list)
+    gradient_sums: list[Tensor] = field(default_factory=list)
+    accumulated: list[bool] = field(default_factory=list)
+    means: Tensor | None = None
+    slots: list[Tensor] = field(default_factory=list)
+    scale: Tensor | None = None
+    calls: int = 1
+    group: str | None = None
+    divisor: int = 1
+    plan: str = ""
     ranks: int = 0
