@@ -157,7 +157,7 @@ FAULTS = (
     Fault("what was gathered is applied once", "train_step/step_graphs.py",
           "        clear_accumulated(self._state.now.gradient_sums, self._state.mean.sums)\n", "", _FLUSH),
     Fault("what was gathered on each of several ranks is applied once", "train_step/function.py",
-          "weighted)\n        clear_accumulated(inputs.gradient_sums, inputs.means)\n", "weighted)\n",
+          "    clear_accumulated(inputs.gradient_sums, inputs.means)\n", "",
           ("tests/distributed/test_train_step.py::test_a_step_is_that_of_torch_ddp",)),
     Fault("a gradient that no call gathered is none", "train_step/function.py",
           "(total if total.dtype == dtype else total.to(dtype)) if here else None", "total.to(dtype)", _CHANGES),

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..buckets.eager_reduce import averaged_copies
 from ..ops.apply_gradients import registered
-from .accumulation import average_of, clear_accumulated
+from .accumulation import average_of
 from .components import Components
-from .function import apply_gradients
+from .function import apply_average
 from .state import TrainingState
 
 
@@ -39,9 +39,8 @@ def apply_accumulated(components: Components, state: TrainingState, num_calls: i
         params = sharded_update.own(now.params, but=now.plan.whole)
         grads = grads if components.reduces_each_call else sharded_update.own(grads)
     plan = registered(now.plan.of_calls(num_calls))  # which lasts as long as this name
-    inputs = dataclasses.replace(state.inputs(components.model), params=params, plan=plan.text)
-    applied = apply_gradients(inputs, grads, weighted and weighted.count)
+    inputs = dataclasses.replace(state.inputs(components.model), params=params, gradient_sums=now.gradient_sums, plan=plan.text)
+    applied = apply_average(inputs, grads, weighted)
     if sharded_update is not None:
         sharded_update.gather(params, now.params)
-    clear_accumulated(now.gradient_sums, state.mean.sums)
-    return weighted and weighted.mean, *applied
+    return applied

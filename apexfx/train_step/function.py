@@ -75,8 +75,7 @@ def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str,
     grads = _as_rows(inputs, grads)
     if inputs.calls > 1:
         grads = add_accumulated(inputs, grads, weighted)
-        clear_accumulated(inputs.gradient_sums, inputs.means)
-    return loss, rest, weighted and weighted.mean, *apply_gradients(inputs, grads, weighted and weighted.count)
+    return loss, rest, *apply_average(inputs, grads, weighted)
 
 
 def run_accumulate(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
@@ -106,6 +105,16 @@ def run_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict
     """Return the loss, what else there was, and the gradients of the scaled loss; change nothing but what the forward writes."""
     _check_traced()
     return compute_gradients(inputs, batch, named_inputs)[:3]
+
+
+def apply_average(inputs: StepInputs, grads: list[Tensor | None], weighted: Weighted | None) -> tuple[Any, ...]:
+    """Apply the gradients of all calls that make up an update, and begin anew.
+
+    Returns:
+        As `run_step` behind loss and rest.
+    """
+    clear_accumulated(inputs.gradient_sums, inputs.means)
+    return weighted and weighted.mean, *apply_gradients(inputs, grads, weighted and weighted.count)
 
 
 def apply_gradients(inputs: StepInputs, grads: list[Tensor | None],

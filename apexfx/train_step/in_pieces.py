@@ -22,10 +22,10 @@ from ..compiler.compiled_model import CompiledModel, with_private_code
 from ..compiler.graph_compiler import GraphCompiler
 from ..compiler.refusals import COMPILES_ITSELF
 from ..distributed.agreement import explained
-from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated
+from .accumulation import accumulate_gradients, add_accumulated
 from .capture_errors import NotOneGraph, calls_backward, capture_errors, counts_apart, sparse_gradient, untrainable_loss
 from .components import Components
-from .function import apply_gradients, compute_gradients
+from .function import apply_average, compute_gradients
 from .leaves import check_leaves, leaves_of
 from .mean import Mean, Weighted, weigh
 from .model import warn_of_eval_mode
@@ -87,8 +87,7 @@ class StepInPieces(StepGraphs):
                 grads = averaged_copies(self._state.now.names, inputs.params, grads, buckets, group)
             if any(g is not None for g in grads):
                 self._state.note_change()
-            clear_accumulated(inputs.gradient_sums, inputs.means)
-            return loss, rest, weighted and weighted.mean, *apply_gradients(inputs, grads, weighted and weighted.count)
+            return loss, rest, *apply_average(inputs, grads, weighted)
 
     def _gradients(self, pieces: _CompiledForward, inputs: StepInputs, batch: tuple[Any, ...],
                    named: dict[str, Any], *, ends: bool) -> tuple[Tensor, Any, list[Tensor | None], Weighted | None]:
