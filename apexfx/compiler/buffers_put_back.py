@@ -65,8 +65,8 @@ class KeptBuffers:
         self._kept = None
 
     @torch.no_grad()
-    def undo(self, skip: Tensor) -> None:
-        """Put back what was kept, where `skip` is not 0, and forget; a buffer whose shape or dtype has changed stays."""
+    def undo(self, verdict: Tensor) -> None:
+        """Put back what was kept, where `verdict` is not 0, and forget; a buffer whose shape or dtype has changed stays."""
         put_back: dict[tuple[int, int], Tensor] = {}  # modules that hold one buffer hold one behind this, too
         for buffers, name, buffer, before in self._kept or ():
             now = buffers.get(name)
@@ -74,13 +74,13 @@ class KeptBuffers:
                 continue
             if now is None or before is None:  # once for such a buffer, so that this may wait for the device
                 self._replaces = True
-                if skip.item():
+                if verdict.item():
                     buffers[name] = before
                 continue
             if (now.shape, now.dtype, now.device) != (before.shape, before.dtype, before.device):
                 continue
             if (key := (id(now), id(buffer))) not in put_back:
-                put_back[key] = torch.where(skip.to(now.device) != 0, before, now)
+                put_back[key] = torch.where(verdict.to(now.device) != 0, before, now)
             if now is buffer:
                 buffer.copy_(put_back[key])
             else:

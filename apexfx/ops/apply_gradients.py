@@ -23,7 +23,7 @@ from ._define import LIBRARY
 
 LIBRARY.define(
     "apply_gradients(Tensor[] params, Tensor?[] grads, Tensor[] slots, str plan, Tensor? count=None)"
-    " -> (Tensor skip, Tensor norm, Tensor[] gradients)"
+    " -> (Tensor verdict, Tensor norm, Tensor[] gradients)"
 )
 
 

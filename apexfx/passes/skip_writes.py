@@ -13,7 +13,7 @@ from ..errors import PassError
 from ..graph.mutation import storages, written
 from ..graph.nodes import KIND, NAME, call, fake_mode, value
 from .base import Pass
-from .unscale_clip_update import SKIP
+from .unscale_clip_update import VERDICT
 
 aten = torch.ops.aten
 
@@ -24,8 +24,8 @@ class SkipWrites(Pass):
     AOTAutograd puts that at the end of the graph, as one copy to each input. Those copies go after the decision, and copy the
     old values where the step is skipped. The update after it writes nothing in such a step by itself.
 
-    Before:  copy_(running_mean, new); ...; skip = ...
-    After:   ...; skip = ...; copy_(running_mean, where(skip != 0, running_mean, new))
+    Before:  copy_(running_mean, new); ...; verdict = ...
+    After:   ...; verdict = ...; copy_(running_mean, where(verdict != 0, running_mean, new))
     """
 
     name = "skip_writes"
@@ -34,18 +34,18 @@ class SkipWrites(Pass):
     needs = ("unscale_clip_update",)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        skip = next((node for node in gm.graph.nodes if node.meta.get(SKIP)), None)
-        if skip is None:
+        verdict = next((node for node in gm.graph.nodes if node.meta.get(VERDICT)), None)
+        if verdict is None:
             return PassResult(gm, False)
         inputs = [node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get(KIND) != "state"]
         memory = frozenset().union(*(storages(value(node)) for node in inputs))
-        before = itertools.takewhile(lambda node: node is not skip, gm.graph.nodes)
+        before = itertools.takewhile(lambda node: node is not verdict, gm.graph.nodes)
         writes = [node for node in before if any(storages(value(source)) & memory for source in written(node))]
         if not writes:
             return PassResult(gm, False)
         mode = fake_mode(gm.graph)
         with gm.graph.inserting_before(gm.graph.output_node()):
-            skipped = call(gm.graph, aten.ne.Scalar, (skip, 0), like=skip, mode=mode)
+            skipped = call(gm.graph, aten.ne.Scalar, (verdict, 0), like=verdict, mode=mode)
         for write in writes:
             if write.target is not aten.copy_.default or write.args[0] not in inputs:
                 raise PassError(self.name, "it writes an input in place, and a skipped step could not take that back", write)

@@ -17,7 +17,7 @@ from ..ops.apply_gradients import Plan, plan_of
 from ..optimizers.end_of_step import run_parts
 from .base import Pass
 
-SKIP = "apexfx_skip"  # meta key of the node that says whether a step is skipped; False where none ever is
+VERDICT = "apexfx_verdict"  # meta key of the node that is not 0 where a step is skipped; False where none ever is
 
 
 class UnscaleClipUpdate(Pass):
@@ -61,9 +61,9 @@ class UnscaleClipUpdate(Pass):
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
             traced = any(part.is_traced for part in plan.updates)
-            skip, norm, gradients = inline(gm.graph, run_parts, (plan, params, own, slots, *count), like=node, mode=mode,
-                                           decompositions=self._decompositions() if traced else {})
-        skip.meta[SKIP] = bool(count) or any(part.may_skip for part in plan.parts)
+            verdict, norm, gradients = inline(gm.graph, run_parts, (plan, params, own, slots, *count), like=node, mode=mode,
+                                              decompositions=self._decompositions() if traced else {})
+        verdict.meta[VERDICT] = bool(count) or any(part.may_skip for part in plan.parts)
         for user in list(node.users):
             place = user.args[1]
             if place == 2:
@@ -73,7 +73,7 @@ class UnscaleClipUpdate(Pass):
                     item.replace_all_uses_with(gradients[item.args[1]])
                     gm.graph.erase_node(item)
             else:
-                user.replace_all_uses_with((skip, norm)[place])
+                user.replace_all_uses_with((verdict, norm)[place])
             gm.graph.erase_node(user)
         for part in plan.parts:
             if described := part.describe():

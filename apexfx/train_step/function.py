@@ -125,9 +125,9 @@ def apply_gradients(inputs: StepInputs, grads: list[Tensor | None],
     Args:
         count: of how many the loss is a mean, 0-d, if it is a `Mean`.
     """
-    skip, norm, gradients = torch.ops.apexfx.apply_gradients.default(
+    verdict, norm, gradients = torch.ops.apexfx.apply_gradients.default(
         inputs.params, grads, inputs.slots, inputs.plan, *([] if count is None else [count]))
-    return skip, norm, tuple(g is not None for g in grads), gradients
+    return verdict, norm, tuple(g is not None for g in grads), gradients
 
 
 def _as_rows(inputs: StepInputs, grads: list[Tensor | None]) -> list[Tensor | None]:

@@ -31,10 +31,10 @@ def end_of_a_step(gradient, writes=False, plan=PLAN):
     plan = registered(plan)
 
     def run(w, x, lr):
-        skip, norm, kept = torch.ops.apexfx.apply_gradients([w], [gradient(w, x)], [lr], plan.text)
+        verdict, norm, kept = torch.ops.apexfx.apply_gradients([w], [gradient(w, x)], [lr], plan.text)
         if writes:
             torch.ops.aten.add_.Tensor(x, 1.0)
-        return skip, norm, w * 2.0, *kept
+        return verdict, norm, w * 2.0, *kept
 
     gm = make_fx(run, tracing_mode="fake")(torch.ones(3), torch.ones(3), torch.ones(()))
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
