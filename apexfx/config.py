@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ._torch import resolve_process_group
+from .ranks import has_group
 
 INNER_COMPILERS = ("inductor", "eager", "cudagraphs")
 VERIFY_LEVELS = ("off", "final", "each")
@@ -63,9 +64,8 @@ def default_half(devices: Iterable[torch.device]) -> torch.dtype:
 
 def num_ranks_to_come() -> int:
     """Return how many ranks the launcher of this process has started where there is no process group of them yet, else 1."""
-    waits = not (dist.is_available() and dist.is_initialized())
     count = os.environ.get("WORLD_SIZE", "")
-    return int(count) if waits and count.isdigit() else 1
+    return int(count) if count.isdigit() and not has_group() else 1
 
 
 def _unknown(key: Any, cls: type[Any], elsewhere: Mapping[str, str] = MappingProxyType({}), also: Iterable[str] = ()) -> str:
@@ -244,7 +244,7 @@ class TransformConfig:
                              f"at {self.opt_level} batch norm keeps its parameters as they are")
         if self.dtype is not None and self.opt_level == "O0":
             log.info("apexfx: dtype=%s is not used at O0, which is float32 throughout", self.dtype)
-        if self.ddp and not (dist.is_available() and dist.is_initialized()):
+        if self.ddp and not has_group():
             raise ValueError("apexfx: ddp=True needs a process group; call torch.distributed.init_process_group() first "
                              "(under torchrun), or leave ddp out for a single process")
         if self.sync_bn and num_ranks_to_come() > 1:
@@ -297,7 +297,7 @@ class TransformConfig:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         name = state["process_group"]
-        self.__dict__["process_group"] = resolve_process_group(name) if name is not None and dist.is_initialized() else None
+        self.__dict__["process_group"] = resolve_process_group(name) if name is not None and has_group() else None
 
     def describe(self) -> dict[str, Any]:
         """Return the options as JSON-able values, for reports and cache keys."""

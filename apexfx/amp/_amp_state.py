@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+
+from ..ranks import rank
 
 
 class AmpState:
@@ -32,7 +33,7 @@ _amp_state = AmpState()
 
 def maybe_print(message: str, rank0: bool = False) -> None:
     """Print unless verbosity is 0; with `rank0`, on the first rank only."""
-    if _amp_state.verbosity > 0 and not (rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
+    if _amp_state.verbosity > 0 and not (rank0 and rank() != 0):
         print(message)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ..config import default_half
 from ..precision.half_model import cast_model
 from ..precision.rules import HALVES
+from ..ranks import num_ranks
 from ..transform import transform
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from .executor import CastExecutor
@@ -190,7 +191,7 @@ def _session(
     properties: Properties, half: torch.dtype, models: list[nn.Module], num_losses: int, *, agree: bool
 ) -> Session:
     device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
-    many = agree and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    many = agree and num_ranks() > 1
     group = dist.group.WORLD if many else None
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=_amp_state.min_loss_scale, max_loss_scale=_amp_state.max_loss_scale,

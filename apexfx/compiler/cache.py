@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch import fx
 
@@ -28,6 +27,7 @@ from .._torch import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 from ..graph.nodes import graphs
 from ..graph.printing import format_graph
 from ..passes.base import Pass
+from ..ranks import num_ranks
 from ..report.records import StageReport, stage_from_json, stage_to_json
 from .progress import PROGRESS
 
@@ -104,7 +104,7 @@ def compiled_by_one_rank(key: str | None) -> Iterator[None]:
         key: of what is compiled, the same on every rank; None where no cache keeps it.
     """
     with contextlib.ExitStack() as held:
-        if key is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if key is not None and num_ranks() > 1:
             path = _path(key).with_suffix(".lock")
             with contextlib.suppress(OSError, NotImplementedError):  # no file can be written or locked there: each compiles
                 path.parent.mkdir(parents=True, exist_ok=True)

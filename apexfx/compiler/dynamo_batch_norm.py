@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .._torch import BatchNorm
 from ..ops.sync_batch_norm import sync_batch_norm
+from ..ranks import has_group
 from ..report.data import Report
 from ..subclassing import subclass
 
@@ -46,7 +47,7 @@ def traced_batch_norm(model: nn.Module, source: type[nn.Module], group: dist.Pro
 
 
 def _group_name(module: nn.Module, group: dist.ProcessGroup | None) -> str:
-    if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
+    if isinstance(module, nn.SyncBatchNorm) and has_group():
         group = module.process_group or group or dist.group.WORLD
     return group.group_name if group is not None else ""
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from .._torch import process_group_timeout
 from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement
+from ..ranks import has_group, num_ranks
 
 
 def averaged_over_none(config: TransformConfig) -> str:
     """Say that other ranks are there whose gradients are not averaged with this one's; "" where there are none, or they are."""
-    if config.ddp or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 \
-            or dist.get_backend() == "fake":
+    if config.ddp or num_ranks() == 1 or dist.get_backend() == "fake":
         return ""
-    return f"apexfx: a process group of {dist.get_world_size()} ranks is there, and gradients are averaged over none of them"
+    return f"apexfx: a process group of {num_ranks()} ranks is there, and gradients are averaged over none of them"
 
 
 class Groups:
@@ -33,7 +33,7 @@ class Groups:
         self.user: dist.ProcessGroup | None = shards
         self.gradients: dist.ProcessGroup | None = None
         self.batch_norm: dist.ProcessGroup | None = None
-        if not (dist.is_available() and dist.is_initialized() and (config.ddp or config.sync_bn)):
+        if not (has_group() and (config.ddp or config.sync_bn)):
             return
         self.user = shards or config.process_group or dist.group.WORLD
         self.gradients = self.user if config.ddp else None

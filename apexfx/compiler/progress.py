@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Iterator
 
-import torch.distributed as dist
 from torch import fx
 
 from ..graph.printing import count_text
+from ..ranks import num_ranks, rank
 
 SECONDS = 5.0  # without a line
 
@@ -64,8 +64,7 @@ class Progress:
         return time.monotonic() - self._began
 
     def _line(self) -> str:
-        has_peers = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return f"apexfx: {f'rank {dist.get_rank()}, ' if has_peers else ''}{self._seconds():.0f} s: {self._stage}"
+        return f"apexfx: {f'rank {rank()}, ' if num_ranks() > 1 else ''}{self._seconds():.0f} s: {self._stage}"
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(max(SECONDS - self._seconds(), 1.0)):

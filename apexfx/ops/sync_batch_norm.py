@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import statically_known_true  # which also registers the functional collectives
+from ..ranks import has_group
 from ._arguments import check_tensor
 from ._batch_norm_arguments import check_eps, check_parameters, check_running_buffers
 from ._batch_norm_gradients import composed_gradients
@@ -98,7 +99,7 @@ def group_name(process_group: dist.ProcessGroup | None = None) -> str:
     Args:
         process_group: default: all ranks.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not has_group():
         return ""
     process_group = process_group or dist.group.WORLD
     return process_group.group_name if dist.get_world_size(process_group) > 1 else ""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import is_dtensor, local_rows, sharded_like
 from ..ops.own_rows import has_rows, own_rows
+from ..ranks import has_group
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def check_own(held: Any) -> None:
     mesh = held.device_mesh
     saved = [f"rank {rank} of {mesh.size(dim)}" for dim, rank in enumerate(mesh.get_coordinate() or ())]
     own = [f"rank {mesh.get_local_rank(dim)} of {mesh.get_group(dim).size()}"
-           for dim in range(mesh.ndim)] if dist.is_initialized() else ["no process group"]
+           for dim in range(mesh.ndim)] if has_group() else ["no process group"]
     if saved != own:
         raise ValueError(f"apexfx: the state holds rows of {', '.join(saved)}, and here is {', '.join(own)}: torch.save writes "
                          "of a DTensor what one rank has. Save step.state_dict() by torch.distributed.checkpoint, or "

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..compiler.refusals import check_whole
 from ..compiler.transformed import check_not_averaged
+from ..ranks import has_group
 from ..transform import TransformedModule
 
 
@@ -21,7 +21,7 @@ def check_arguments(arguments: Mapping[str, Any], buffer_policies: Sequence[Any]
         raise TypeError(f"apexfx: module is a {type(module).__name__}, expected a torch.nn.Module")
     check_not_averaged(module, "give DistributedDataParallel the inner module")
     check_whole(module)
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_group():
         raise ValueError("apexfx: DistributedDataParallel needs a process group; call torch.distributed.init_process_group() "
                          "first (under torchrun)")
     for name in ("retain_allreduce_buffers", "find_unused_parameters", "static_graph"):

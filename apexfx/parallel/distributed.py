@@ -18,6 +18,7 @@ from ..compiler.transformed import get_compiled
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement
 from ..distributed.broadcast import broadcast_from_first
+from ..ranks import has_group
 from ..train_step.replicas import check_replicas
 from ..transform import TransformedModule, make_transformed, source_class
 from .arguments import check_arguments, names_of
@@ -222,7 +223,7 @@ class DistributedDataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         name = state.pop("_group_name")
         super().__setstate__(state)
-        known = name is not None and dist.is_available() and dist.is_initialized()
+        known = name is not None and has_group()
         self.process_group, self._averaging = resolve_process_group(name) if known else None, None
 
 

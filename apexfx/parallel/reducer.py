@@ -12,6 +12,7 @@ from ..compiler.refusals import check_whole
 from ..compiler.transformed import check_not_averaged
 from ..config import BucketConfig
 from ..distributed.broadcast import broadcast_from_first
+from ..ranks import has_group
 from .flat import extract_tensors
 
 
@@ -31,7 +32,7 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: Any, process_group: dist.ProcessGroup | None = None) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        if not has_group():
             raise ValueError("apexfx: Reducer needs a process group; call torch.distributed.init_process_group() first")
         self.process_group = process_group or dist.group.WORLD
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._torch import BatchNorm, resolve_process_group
 from ..config import num_ranks_to_come
 from ..ops.sync_batch_norm import group_name, sync_batch_norm
+from ..ranks import has_group
 
 
 class SyncBatchNorm(BatchNorm):
@@ -124,5 +125,5 @@ class SyncBatchNorm(BatchNorm):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         name = state.get("process_group")
-        known = isinstance(name, str) and dist.is_available() and dist.is_initialized()
+        known = isinstance(name, str) and has_group()
         super().__setstate__({**state, "process_group": resolve_process_group(name) if known else None})

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from ..observe import bundle
 from ..optimizers.end_of_step import is_fault
+from ..ranks import rank
 from .components import CallGraphs, Components
 from .last_update import LastUpdate, graph_of
 from .state import TrainingState
@@ -88,7 +88,7 @@ class BundleRecorder:
             event = str(events[-1])
         traced, inputs = graph_of(self._graphs, call, scale_factor=self._last.scale_factor())
         return bundle.Run(traced.gm, inputs, random=call.random, random_of_device=call.random_of_device, device=self._device,
-                          about={"rank": _rank(), "event": event, "options": {
+                          about={"rank": rank(), "event": event, "options": {
                               name: str(value) for name, value in self._described.items()}})
 
     def _all_are(self, *, ready: bool) -> bool:
@@ -101,14 +101,10 @@ class BundleRecorder:
 
     def _announced_path(self) -> Path | None:
         """Return where the bundle of a skipped call goes, and say that it is written; None where this rank has enough of them."""
-        own, folder = f"rank-{_rank()}", Path(self._folder)
+        own, folder = f"rank-{rank()}", Path(self._folder)
         if len(list(folder.glob(f"call-*-{own}"))) >= self._max_records:
             return None
         path = folder / f"call-{self._safeguard.num_judged}-{own}"
         log.warning("apexfx: the last step was skipped; its graph is traced once more and written to %s, which may take as "
                     "long as its capture", path)
         return path
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

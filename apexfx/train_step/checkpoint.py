@@ -6,11 +6,11 @@ import copy
 import logging
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import is_dtensor, tree_leaves, tree_map
 from ..optimizers.layout import check_own
+from ..ranks import rank
 from .components import Components
 from .parts.loss_scale import of_grad_scaler
 from .slots import section
@@ -32,7 +32,7 @@ def save(components: Components) -> dict[str, Any]:
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with whole tensors in memory of their own in the place of rows, on rank 0; {} on the others."""
-    keeps = not dist.is_initialized() or dist.get_rank() == 0
+    keeps = rank() == 0
 
     def of(value: Any) -> Any:
         value = value.full_tensor() if is_dtensor(value) else value

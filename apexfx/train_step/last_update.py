@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import tensor_version, tree_leaves, tree_map
@@ -23,6 +22,7 @@ from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
 from ..optimizers.end_of_step import is_fault
 from ..random_state import forked_random
+from ..ranks import num_ranks, rank
 from .components import CallGraphs, Components
 from .parts.loss_scale import SCALE, LossScale
 from .parts.safeguard import NOT_SEARCHED, Event
@@ -113,13 +113,12 @@ def first_non_finite(graphs: CallGraphs, call: LastCall, *, scale_factor: float,
             Interpreter(traced.gm, [observer]).run(*inputs)
     except Exception as error:  # whatever the model does in another run, memory included: training goes on
         return f"the step could not be run op by op to find where: {bundle.error_text(error)}"
-    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    of_rank = f" of rank {dist.get_rank()}" if num_ranks > 1 else ""
+    of_rank = f" of rank {rank()}" if num_ranks() > 1 else ""
     if (finding := observer.first()) is not None:
         return f"{finding}{of_rank.replace(' of ', ', on ')}"
     others = ["a call before, which accumulated its gradients"] if accumulates else []
-    if num_ranks > 1:
-        others.append(f"rank {1 - dist.get_rank()}" if num_ranks == 2 else "another rank, whose event says more")
+    if num_ranks() > 1:
+        others.append(f"rank {1 - rank()}" if num_ranks() == 2 else "another rank, whose event says more")
     if others:
         return f"all is finite in the last batch{of_rank}; it was that of {', or of '.join(others)}"
     return "all is finite op by op: it was a kernel that fuses several, or the model has changed since"

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..._torch import Compilation, is_dtensor
 from ..._torch_compilers import compilations
+from ...ranks import num_ranks
 from . import places
 from .constructors import Constructed
 from .experiments import Experiment
@@ -206,11 +207,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def num_ranks() -> int:
-    """Return the number of processes of the default group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def agreed(value: Any) -> Any:
