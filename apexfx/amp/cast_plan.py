@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..config import HALVES
 from ..precision.policy import (
     additive_mask,
     asked_dtype,
@@ -21,7 +22,7 @@ from ..precision.policy import (
     operand_dtypes,
     saturated,
 )
-from ..precision.rules import FLOATS, HALVES, Rule, decide, lookup
+from ..precision.rules import FLOATS, Rule, decide, lookup
 
 if TYPE_CHECKING:
     from .executor import CastExecutor

@@ -25,8 +25,9 @@ from .._torch import (
     replace_recomputed,
     tensor_version,
 )
+from ..config import HALVES
 from ..graph.op_names import canonical_name
-from ..precision.rules import HALVES, RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
+from ..precision.rules import RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
 from .cast_plan import FLOAT32_LIMITS, USER_CAST, CastPlan, following, gives_float32_limits, mark, passing
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]

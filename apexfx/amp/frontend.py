@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config import default_half
+from ..config import HALVES, default_half
 from ..precision.half_model import cast_model
-from ..precision.rules import HALVES
 from ..ranks import num_ranks
 from ..transform import transform
 from ._amp_state import _amp_state, maybe_print, warn_or_err

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from .. import _torch_compilers  # noqa: F401  has Dynamo know the marks, whatever compiles the model
 from .._torch import OpOverload, OpOverloadPacket, tree_leaves, tree_map
-from ..config import default_half
+from ..config import HALVES, default_half
 from ..graph.op_names import canonical_name, is_foreign
 from ..precision.argument_marks import MARKS
-from ..precision.rules import FLOATS, HALVES, Rule
+from ..precision.rules import FLOATS, Rule
 from ._amp_state import _amp_state
 from .cast_plan import CastPlan
 from .executor import CastExecutor

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from .._torch import backend_of, has_forward_pre_hook, has_state_dict_hook
 from ..compiler.refusals import is_parallel_wrapper
 from ..compiler.transformed import get_compiled
+from ..config import HALVES
 from ..precision.call_casts import Cast, CastCall
-from ..precision.rules import HALVES
 from ..subclassing import reduced, subclass
 from ._amp_state import _amp_state, warn_or_err
 from .executor import CastExecutor

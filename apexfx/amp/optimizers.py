@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._torch import reads_found_inf
-from ..precision.rules import HALVES
+from ..config import HALVES
 from ..subclassing import reduced, subclass
 from .scaler import LossScaler
 from .session import Session

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._torch import foreach_add_, foreach_copy_
+from ..config import HALVES
 from ..distributed.no_sync import local_gradients
-from ..precision.rules import HALVES
 from .models import MASTER
 from .scaler import LossScaler
 from .session import Session

@@ -26,11 +26,10 @@ from .._torch_compilers import (
     graph_breaks_so_far,
     is_inside_of_compiled,
 )
-from ..config import TransformConfig
+from ..config import HALVES, TransformConfig
 from ..distributed.agreement import check_alive
 from ..graph.printing import count_text, first_names
 from ..precision.call_casts import Cast, CastCall
-from ..precision.rules import HALVES
 from ..report.data import Report
 from .buffers_put_back import left_as_it_was
 from .forward_errors import DataDependentError, as_in_eager, name_precision, of_data

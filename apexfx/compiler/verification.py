@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import FakeTensor, tree_leaves, tree_map, unset_fake_temporarily
+from ..config import HALVES
 from ..errors import PassError
 from ..graph.inputs import apply_node
 from ..graph.mutation import written
 from ..graph.nodes import graphs, size_hint
 from ..observe.interpreter import Interpreter
-from ..precision.rules import HALVES
 from ..testing import tolerance
 
 

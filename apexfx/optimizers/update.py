@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch import viewed
+from ._checkpoints import short
 
 Labels = Mapping[int, int]  # of parameters, by id: those of two are not always updated together
 
@@ -119,9 +120,9 @@ def clip_coefficient(norm: Tensor, max_grad_norm: float, epsilon: float) -> Tens
     return ((norm + epsilon).reciprocal() * max_grad_norm).clamp_max(1.0)
 
 
-def kind_of(tensor: Tensor) -> str:
-    """Return what code for a tensor goes by, in words."""
-    return f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
+def kind_of(value: Any) -> str:
+    """Return what code for a tensor goes by, in words; all else as `short` has it."""
+    return f"{value.dtype} of shape {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else short(value)
 
 
 def unlike_state(held: Tensor, expected: str) -> ValueError:

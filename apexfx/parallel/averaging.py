@@ -26,12 +26,11 @@ from ..buckets.divisors import divisors
 from ..buckets.eager_reduce import reduce_gradients
 from ..buckets.flat_buffer import scaled
 from ..compiler.refusals import check_whole
-from ..config import BucketConfig
+from ..config import HALVES, BucketConfig
 from ..distributed.backward_callback import BackwardCallback
 from ..distributed.no_sync import SET_ASIDE, Synchronizer, local_gradients
 from ..errors import UnsynchronizedGradientError
 from ..graph.printing import first_names
-from ..precision.rules import HALVES
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import HigherOrderOperator, below_functorch, free_unbacked_symbols, tree_leaves, tree_map
+from ..config import HALVES
 from ..errors import PassError
 from ..graph.gradient_modes import gradient_modes
 from ..graph.mutation import body_of, storages, written, written_storages
@@ -28,7 +29,7 @@ from ..precision.policy import (
     narrow,
     operand_dtypes,
 )
-from ..precision.rules import FLOATS, FOREIGN, HALVES, SAME_DATA_FAMILIES, Rule, decide, lookup
+from ..precision.rules import FLOATS, FOREIGN, SAME_DATA_FAMILIES, Rule, decide, lookup
 
 _CAPTURED = "the dtypes it was captured with"
 

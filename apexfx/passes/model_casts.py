@@ -9,12 +9,12 @@ import torch
 from torch import fx
 
 from .._torch import HigherOrderOperator, set_grad_enabled
+from ..config import HALVES
 from ..graph.mutation import body_of, statistics, storages, written_storages
 from ..graph.nodes import KIND, OUTSIDE_OF_MODEL, argument, evaluate, set_value, value
 from ..graph.op_names import canonical_name, is_foreign
 from ..precision.casts import dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
 from ..precision.policy import Policy, additive_mask
-from ..precision.rules import HALVES
 
 CAST, KEEP = "cast", "keep"
 

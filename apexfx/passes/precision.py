@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..config import OptLevel
+from ..config import HALVES, OptLevel
 from ..graph.mutation import bodies
 from ..graph.nodes import CAST_ROW, KIND, NAME, OF_STEP, fake_mode, module_paths, op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.printing import first_names
 from ..precision.casts import CastRow, dtype_of
 from ..precision.policy import Policy, and_above
-from ..precision.rules import HALVES
 from ..report.records import Artifacts
 from .base import Pass
 from .cast_inserter import CastInserter, autocast_region, device_types

@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from .._torch import tree_leaves
-from ..config import OptLevel
+from ..config import HALVES, OptLevel
 from ..graph.mutation import body_of
 from ..graph.nodes import KIND, NAME, OF_STEP, OTHER_NAMES, OUTSIDE_OF_MODEL, argument, module_paths, op_name
 from ..graph.op_names import canonical_name
 from . import argument_marks
-from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, lookup
+from .rules import ADDITIVE_MASKS, FLOATS, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, lookup
 
 _NAMED_DTYPES = {
     "float32": torch.float32, "float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from ..graph.collectives import group_name, wait
 from ..graph.nodes import graphs
 from ..graph.printing import count_text
+from ..optimizers.update import kind_of
 from ..report.data import Report
 
 
@@ -195,11 +196,11 @@ class StepMean:
 def _check(terms: Sequence[tuple[Any, Any]], *, accumulates: bool) -> None:
     for total, count in terms:
         if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
-            raise TypeError(f"apexfx: Mean(total, count) was given a total that is {_described(total)}, expected a scalar tensor "
+            raise TypeError(f"apexfx: Mean(total, count) was given a total that is {kind_of(total)}, expected a scalar tensor "
                             "of floating point: the sum of the losses, reduction='sum'")
         if isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()) \
                 or not isinstance(count, (Tensor, int, float, torch.SymInt, torch.SymFloat)):
-            raise TypeError(f"apexfx: Mean(total, count) was given a count that is {_described(count)}, expected a number, or a "
+            raise TypeError(f"apexfx: Mean(total, count) was given a count that is {kind_of(count)}, expected a number, or a "
                             "scalar tensor: (labels != ignore_index).sum()")
         if isinstance(count, (int, float)) and count < 0:
             raise ValueError(f"apexfx: Mean(total, count) was given a count of {count}, expected at least 0")
@@ -207,7 +208,3 @@ def _check(terms: Sequence[tuple[Any, Any]], *, accumulates: bool) -> None:
         raise ValueError(f"apexfx: the loss is a sum of {len(terms)} means, each with its own count, and accumulate= keeps one "
                          "sum of gradients, which one count divides; leave accumulate out, or give all of them one count: "
                          "Mean(a + b, count)")
-
-
-def _described(x: Any) -> str:
-    return f"a tensor of shape {list(x.shape)} and {x.dtype}" if isinstance(x, Tensor) else f"of {type(x).__name__}"

@@ -14,8 +14,8 @@ from .._torch import forward_hooks, global_module_hooks, has_backward_hooks, sav
 from ..compiler.buffers_put_back import left_as_it_was
 from ..compiler.dynamo_batch_norm import traceable_batch_norm
 from ..compiler.traceable import TraceableClasses, all_modules, path_of
+from ..config import HALVES
 from ..precision.call_casts import Cast, CastCall
-from ..precision.rules import HALVES
 from ..report.data import Report
 from .capture_errors import NotOneGraph
 from .objective import ObjectiveModules

@@ -10,7 +10,7 @@ from torch import nn
 from apexfx import amp
 from apexfx.amp._amp_state import _amp_state
 from apexfx.amp.executor import CastExecutor
-from apexfx.precision.rules import HALVES
+from apexfx.config import HALVES
 from tests.amp.amp_cases import ConvNet, batch
 
 B = torch.bfloat16

@@ -14,7 +14,7 @@ from apexfx.amp._amp_state import _amp_state
 from apexfx.amp.legacy_wrapper import OptimWrapper
 from apexfx.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from apexfx.amp.scale_loss import NoOpHandle
-from apexfx.precision.rules import HALVES
+from apexfx.config import HALVES
 from apexfx.testing import assert_close
 from tests.amp.amp_cases import CountReads
 

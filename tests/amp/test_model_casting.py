@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from apexfx import amp
-from apexfx.precision.rules import HALVES
+from apexfx.config import HALVES
 from tests.amp.amp_cases import ConvNet, batch
 
 

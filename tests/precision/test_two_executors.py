@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from apexfx.amp.executor import CastExecutor
 from apexfx.compiler.pipeline import Pipeline
+from apexfx.config import HALVES
 from apexfx.ops.sync_batch_norm import sync_batch_norm
-from apexfx.precision.rules import HALVES
 from tests.forward_graphs import compiled, precision
 from tests.passes.op_samples import Recording, call, graph_of, mask, x
 from tests.tables import table

@@ -17,6 +17,7 @@ from ..._torch import tensor_version
 from ...compiler.cache import source_digest
 from ...config import HALVES
 from ...optimizers.end_of_step import EndOfStep
+from ...optimizers.update import kind_of
 from .part import PLACES, Part, Slot
 
 _OF_DATA = ("GuardOnDataDependentSymNode", "DataDependentOutputException")  # of torch
@@ -85,8 +86,8 @@ class Own(Part):
             raise ValueError(f"apexfx: the part {self.part} writes a tensor in place that is no slot of its own; give new "
                              "gradients to end.set_gradients(), and keep what is to stay in a slot")
         for g, now in zip(grads, end.grads):
-            if g is not None and _kind(now) != (expected := _kind(g.float() if g.dtype in HALVES else g)):
-                raise ValueError(f"apexfx: the part {self.part} sets a gradient that is {_kind(now)}, expected {expected}, as "
+            if g is not None and kind_of(now) != (expected := kind_of(g.float() if g.dtype in HALVES else g)):
+                raise ValueError(f"apexfx: the part {self.part} sets a gradient that is {kind_of(now)}, expected {expected}, as "
                                  "end.gradients() returns it")
         for tensor, new in copies:
             tensor.copy_(new if end.skip is None else torch.where(end.skip != 0, tensor, new))
@@ -159,10 +160,6 @@ def _of_class(cls: type[Part]) -> dict[str, Any]:
             held[f"{each.__qualname__}.{name}"] = function.__code__.co_firstlineno
             held[f"defaults of {name}()"] = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return held
-
-
-def _kind(value: Any) -> str:
-    return f"of {value.dtype} and shape {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)
 
 
 def _is_plain(value: Any) -> bool:
