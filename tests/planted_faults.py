@@ -327,7 +327,7 @@ FAULTS = (
     Fault("averages are of rows", "train_step/slots.py",
           "self.layout.as_state(slot.make(self.layout.rows(p)), p)", "slot.make(p)", _SHARED_UPDATE),
     Fault("the last stack of matrices is filled up", "ops/orthogonalize_rows.py",
-          "order += [None] * (-len(rows) % world_size)", "pass", _MATRICES),
+          "order += [None] * (-len(shapes) % world_size)", "pass", _MATRICES),
     Fault("a matrix is made orthogonal whole, and not by the rows of each rank", "ops/orthogonalize_rows.py",
           "orthogonal(padded[:length], a, b, c, eps, num_iterations)",
           "torch.cat([orthogonal(x, a, b, c, eps, num_iterations) for x in padded[:length].chunk(world_size)])", _MATRICES),

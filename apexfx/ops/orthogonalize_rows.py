@@ -13,6 +13,7 @@ A rank sends 1/n of what a gather of all matrices sends, and as much again; `who
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,18 @@ c10d = torch.ops._c10d_functional
 wait = c10d.wait_tensor.default
 
 
-def _slots(lengths: Sequence[int], widths: Sequence[int], world_size: int) -> list[int]:
+def parts_of(shapes: Sequence[tuple[int, int]], world_size: int) -> list[list[int | None]]:
+    """Return the places of the matrices of each part, stack by stack; None where one is filled up."""
+    def cost(place: int) -> int:
+        return math.prod(shapes[place]) * min(shapes[place])
+
+    order: list[int | None] = sorted(range(len(shapes)), key=cost, reverse=True)
+    order += [None] * (-len(shapes) % world_size)
+    stacks = [order[first:first + world_size] for first in range(0, len(order), world_size)]
+    return [[*itertools.chain.from_iterable(stacks[first::NUM_PARTS])] for first in range(min(NUM_PARTS, len(stacks)))]
+
+
+def slots(lengths: Sequence[int], widths: Sequence[int], world_size: int) -> list[int]:
     """Return where each stack begins in what one rank sends another, and, at last, where that ends."""
     sizes = [-(-length // world_size) * width for length, width in zip(lengths, widths)]
     return [0, *itertools.accumulate(max(sizes[first:first + world_size]) for first in range(0, len(sizes), world_size))]
@@ -41,7 +53,7 @@ def _check(rows, lengths, widths, a, b, c, eps, num_iterations, world_size, grou
     if len(lengths) != len(widths) or len(lengths) % world_size:
         raise ValueError(f"apexfx::orthogonalize_own: {len(lengths)} lengths and {len(widths)} widths were given; expected "
                          f"as many of both, and as many for each of {world_size} ranks")
-    if rows.shape != (numel := world_size * _slots(lengths, widths, world_size)[-1],):
+    if rows.shape != (numel := world_size * slots(lengths, widths, world_size)[-1],):
         raise ValueError(f"apexfx::orthogonalize_own: rows is {tuple(rows.shape)}; expected {numel} numbers")
 
 
@@ -55,7 +67,7 @@ def orthogonalize_own(rows: Tensor, lengths: Sequence[int], widths: Sequence[int
         lengths, widths: of the matrices of all ranks, stack by stack; 0 where one is filled up.
     """
     made, own = torch.zeros_like(rows), slice(dist.get_rank(resolve_process_group(group_name)), None, world_size)
-    for start, length, width in zip(_slots(lengths, widths, world_size), lengths[own], widths[own]):
+    for start, length, width in zip(slots(lengths, widths, world_size), lengths[own], widths[own]):
         if length:
             numel = -(-length // world_size) * width
             given, result = (flat.view(world_size, -1).narrow(1, start, numel) for flat in (rows, made))
@@ -81,7 +93,7 @@ class _Part:
         self._n, self._group, self._rows, self._all_lengths = world_size, group_name, rows, lengths
         self.lengths = [0 if place is None else lengths[place] for place in members]
         self.widths = [0 if place is None else rows[place].shape[1] for place in members]
-        *starts, self._size = _slots(self.lengths, self.widths, world_size)
+        *starts, self._size = slots(self.lengths, self.widths, world_size)
         # (which matrix, the rank that has it, where its rows begin)
         self._members = [(place, at % world_size, starts[at // world_size]) for at, place in enumerate(members)
                          if place is not None]
@@ -113,15 +125,8 @@ class _Part:
 
 def _orthogonalize_rows(rows: Sequence[Tensor], lengths: Sequence[int], a: float, b: float, c: float, eps: float,
                         num_iterations: int, world_size: int, group_name: str, whole: bool) -> list[Tensor]:
-    def cost(place: int) -> int:
-        length, width = lengths[place], rows[place].shape[1]
-        return length * width * min(length, width)
-
-    order: list[int | None] = sorted(range(len(rows)), key=cost, reverse=True)
-    order += [None] * (-len(rows) % world_size)
-    stacks = [order[first:first + world_size] for first in range(0, len(order), world_size)]
-    parts = [_Part([*itertools.chain.from_iterable(stacks[first::NUM_PARTS])], rows, lengths, world_size, group_name)
-             for first in range(min(NUM_PARTS, len(stacks)))]
+    shapes = [(length, each.shape[1]) for length, each in zip(lengths, rows)]
+    parts = [_Part(members, rows, lengths, world_size, group_name) for members in parts_of(shapes, world_size)]
     sent = [part.sent() for part in parts]
     returned = [part.returned(orthogonalize_own(wait(each), part.lengths, part.widths, a, b, c, eps, num_iterations, world_size,
                                                 group_name), whole) for part, each in zip(parts, sent)]

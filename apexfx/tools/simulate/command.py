@@ -22,7 +22,7 @@ from .simulator import BucketChoice, Costs, Prediction, best_bucket, simulate
 from .timeline import LEGEND
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_OPTIMIZERS = {"sgd": 3, "momentum": 5, "adam": 7}  # reads and writes of each parameter
+_OPTIMIZERS = {"sgd": 3, "momentum": 5, "adam": 7, "muon": 5}  # reads and writes of each parameter
 _WIDTH = 96
 
 
@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_DTYPES,
                         help="of compute and of the gradients that are sent (default: bfloat16)")
     parser.add_argument("--sync-bn", action="store_true", help="synchronize every batch norm")
-    parser.add_argument("--optimizer", choices=_OPTIMIZERS, help="fused; what it reads and writes counts (default: adam)")
+    parser.add_argument("--optimizer", choices=_OPTIMIZERS,
+                        help="fused; what it reads and writes counts, and muon's products of matrices (default: adam)")
     parser.add_argument("--device", choices=DEVICES,
                         help="whose data sheet gives the times of ops, by their shapes (default: h100)")
     parser.add_argument("--measured", action="store_true",
@@ -154,7 +155,7 @@ def _profile(options: argparse.Namespace, model: torch.nn.Module, inputs: Any, b
         return measured(model, inputs, sync_bn=options.sync_bn, blocks=blocks), Costs.on(DEVICES["cpu-core"])
     device = DEVICES[options.device]
     profile = analytic(model, inputs, device, dtype=getattr(torch, options.dtype), sync_bn=options.sync_bn,
-                       optimizer_passes=_OPTIMIZERS[options.optimizer], blocks=blocks)
+                       optimizer_passes=_OPTIMIZERS[options.optimizer], muon=options.optimizer == "muon", blocks=blocks)
     return profile, Costs.on(device)
 
 

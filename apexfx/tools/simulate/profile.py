@@ -65,6 +65,7 @@ class Profile:
         gradients: what a bucket plan needs to know of each, in the order in which they are ready.
         source: in words, where the seconds come from.
         groups: of parameters under `fully_shard`, where that was asked for.
+        matrices: where Muon updates them, the seconds that making each orthogonal takes besides.
     """
 
     forward: tuple[Segment, ...]
@@ -73,6 +74,7 @@ class Profile:
     gradients: tuple[GradientSpec, ...]
     source: str = ""
     groups: tuple[Group, ...] = ()
+    matrices: tuple[tuple[str, float], ...] = ()
 
     @property
     def micro_batch_s(self) -> float:
@@ -82,7 +84,7 @@ class Profile:
     @property
     def compute_s(self) -> float:
         """Seconds of a step on one rank alone."""
-        return self.micro_batch_s + self.optimizer_s
+        return self.micro_batch_s + self.optimizer_s + sum(seconds for _, seconds in self.matrices)
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +98,7 @@ class Profile:
 
 
 def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtype = torch.float32, sync_bn: bool = False,
-             optimizer_passes: int = 7, blocks: str | None = None) -> Profile:
+             optimizer_passes: int = 7, muon: bool = False, blocks: str | None = None) -> Profile:
     """Return the profile of a training step of `model` on `device`, from shapes alone.
 
     The model runs on the meta device, where nothing is computed; every op takes what `Device.seconds` estimates.
@@ -107,6 +109,7 @@ def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtyp
         dtype: floating parameters and inputs are taken to have it.
         sync_bn: every training batch norm is synchronized.
         optimizer_passes: reads and writes of a tensor as large as the float32 parameters: 3 SGD, 5 with momentum, 7 Adam.
+        muon: parameters of two dimensions but embeddings are updated by Muon, five iterations in bfloat16.
         blocks: see `groups_of`; None for a model that is not sharded.
 
     Raises:
@@ -128,8 +131,12 @@ def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtyp
                          "(--measured)") from error
     num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     seconds = device.seconds(0, 4 * num_parameters * optimizer_passes, dtype)
+    tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    matrices = [(name, *sorted(p.shape)) for name, p in model.named_parameters()
+                if muon and p.requires_grad and p.ndim == 2 and p.numel() and p not in tables]
+    products = tuple((name, device.seconds(5 * (4 * a * a * b + 2 * a**3), 0, torch.bfloat16)) for name, a, b in matrices)
     source = f"shapes on {device.name}, {dtype}".replace("torch.", "")
-    return Profile(forward, backward, seconds, gradients, source, groups)
+    return Profile(forward, backward, seconds, gradients, source, groups, products)
 
 
 def measured(model: nn.Module, inputs: Any, *, steps: int = 10, warmup: int = 3, sync_bn: bool = False,

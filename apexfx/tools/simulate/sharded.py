@@ -7,19 +7,21 @@ are summed so that each rank has its rows. `shard="optimizer"` sums buckets so, 
 A sum is waited for behind the start of the next one, and there its update follows. Where gradients are clipped, all updates wait
 for their norm, a sum of two numbers more; buckets are waited for in front of that.
 
-The exchange of directions by which Muon makes each matrix orthogonal on one rank is not predicted.
+Matrices that Muon updates are exchanged in the end, in front of updates that wait for a norm: rows of each go to the rank that
+makes it orthogonal, and back; with `shard="optimizer"` all of it to all ranks, in the place of a gather of what was updated.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...buckets.bucket import GradientSpec, Slot
 from ...buckets.plan import BucketPlan
+from ...ops.orthogonalize_rows import parts_of, slots
 from .network import Network
 from .profile import Profile
 from .timeline import Start, Task, Wait, Work
@@ -87,6 +89,25 @@ class _Rank:
         write = self.costs.write.seconds(len(rows.parameters), num_bytes)
         self.program += [Wait(name), Work(f"write {name}", write, "write")]
 
+    def orthogonalize(self, matrices: Sequence[tuple[GradientSpec, float]], whole: bool) -> None:
+        """Exchange matrices, of which each takes so many seconds; `whole`: all of what is made of them goes to every rank."""
+        n, back = self.num_ranks, "all_gather" if whole else "all_to_all_single"
+        parts, sent = parts_of([spec.shape for spec, _ in matrices], n), list[int]()
+        for number, members in enumerate(parts):
+            lengths, widths = zip(*((0, 0) if place is None else matrices[place][0].shape for place in members))
+            sent.append(2 * n * slots(lengths, widths, n)[-1])  # bfloat16
+            self.program.append(Work(f"fill rows {number}", self.costs.fill.seconds(len(members), sent[-1]), "fill"))
+            self.collective("all_to_all_single", f"rows {number}", sent[-1])
+        for number, members in enumerate(parts):  # of a stack the first is the one that takes longest
+            seconds = sum(matrices[place][1] for place in members[::n])
+            self.program += [Wait(f"rows {number}"), Work(f"orthogonalize {number}", seconds, "optimizer")]
+            self.collective(back, f"made {number}", sent[number] * (n if whole else 1))
+        for number, members in enumerate(parts):
+            write = self.costs.write.seconds(len(members), sent[number] * (n if whole else 1))
+            self.program += [Wait(f"made {number}"), Work(f"write made {number}", write, "write")]
+        numel = sum(spec.numel for spec, _ in matrices)
+        self.program.append(Work("update matrices", self.update_s * numel, "optimizer"))
+
     def update(self, rows: _Rows) -> None:
         self.program.append(Work(f"update {rows.number}", self.update_s * rows.numel, "optimizer"))
 
@@ -133,12 +154,18 @@ class _Sums:
 
     Args:
         name: what one is of: "bucket", in an order of their own, or "group", as they are ready.
-        rows: of each.
+        members: of each, by its number, (name, parameter), and the itemsize that is computed in.
+        matrices: what Muon updates, and the seconds of each.
     """
 
-    def __init__(self, rank: _Rank, name: str, rows: Sequence[_Rows]) -> None:
-        self._rank, self._name = rank, name
-        self._left, self._started = list(rows), list[_Rows]()
+    def __init__(self, rank: _Rank, name: str, members: Mapping[int, tuple[Sequence[tuple[str, GradientSpec | Slot]], int]],
+                 matrices: Sequence[tuple[GradientSpec, float]]) -> None:
+        self._rank, self._name, self._matrices = rank, name, matrices
+        taken = {spec.name for spec, _ in matrices}
+        others = [(number, [each for each in own if each[0] not in taken], size) for number, (own, size) in members.items()]
+        self._updated = {number: _Rows.of(number, own, size, rank.num_ranks) for number, own, size in others if own}
+        self._left = [_Rows.of(number, own, size, rank.num_ranks) for number, (own, size) in members.items()]
+        self._started, self._awaited = list[_Rows](), list[_Rows]()
         self._gathering: _Rows | None = None
 
     def start(self, ready: set[str]) -> None:
@@ -153,38 +180,47 @@ class _Sums:
         fill = self._rank.costs.fill.seconds(len(rows.parameters), rows.num_bytes)
         self._rank.program.append(Work(f"fill {self._name} {rows.number}", fill, "fill"))
         self._rank.collective("reduce_scatter", f"{self._name} {rows.number}", rows.num_bytes)
+        before = self._started[-1:]
         self._started.append(rows)
-        if self._started[1:] and not (self._rank.clips and self._name == "bucket"):
-            self._end(self._started[-2])
+        self._awaited.append(rows)
+        if before and (self._name == "group" or not self._rank.clips and before[0].number in self._updated):
+            self._end(before[0])
 
     def _end(self, rows: _Rows) -> None:
+        self._awaited.remove(rows)
         self._rank.program.append(Wait(f"{self._name} {rows.number}"))
-        if not self._rank.clips:
-            self._rank.update(rows)
-            self._start_gather(rows)
+        if not self._rank.clips and (own := self._updated.get(rows.number)) is not None:
+            self._rank.update(own)
+            self._start_gather(own)
 
     def _start_gather(self, rows: _Rows) -> None:
         if self._name == "bucket":
             self._rank.start_gather(f"gather {rows.number}", rows, rows.padded * _UPDATED_ITEMSIZE)
             self._end_gather()
             self._gathering = rows
+            if rows.number == max(self._updated):  # there is none behind whose start it would be waited for
+                self._end_gather()
 
     def _end_gather(self) -> None:
         if (rows := self._gathering) is not None:
             self._rank.end_gather(f"gather {rows.number}", rows, rows.padded * _UPDATED_ITEMSIZE)
+            self._gathering = None
 
     def end(self) -> None:
         for rows in list(self._left):
             self._start(rows)
-        for rows in self._started if self._rank.clips and self._name == "bucket" else self._started[-1:]:
+        for rows in list(self._awaited):
             self._end(rows)
         if self._rank.clips:
             self._rank.collective("all_reduce", "norm", _NORM_BYTES)
             self._rank.program.append(Wait("norm"))
+        if self._matrices:
+            self._rank.orthogonalize(self._matrices, whole=self._name == "bucket")
+        if self._rank.clips:
+            own = [self._updated[rows.number] for rows in self._started if rows.number in self._updated]
             for do in (self._rank.update, self._start_gather):  # one update of all
-                for rows in self._started:
+                for rows in own:
                     do(rows)
-        self._end_gather()
 
 
 def sharded_program(profile: Profile, network: Network, num_ranks: int, plan: BucketPlan | None, costs: Costs,
@@ -199,13 +235,14 @@ def sharded_program(profile: Profile, network: Network, num_ranks: int, plan: Bu
     """
     numel = sum(spec.numel for spec in profile.gradients)
     rank = _Rank(network, num_ranks, costs, profile.optimizer_s / max(numel, 1), clips)
+    seconds = dict(profile.matrices)
+    matrices = [(spec, seconds[spec.name]) for spec in reversed(profile.gradients) if spec.name in seconds]
     if plan is not None:
-        of_buckets = [[(slot.parameter, slot) for slot in bucket.slots] for bucket in plan.buckets]
-        itemsizes = [bucket.reduce_dtype.itemsize for bucket in plan.buckets]
-        rows = [_Rows.of(i, members, size, num_ranks) for i, (members, size) in enumerate(zip(of_buckets, itemsizes))]
-        sums, gathers = _Sums(rank, "bucket", rows), _Gathers(rank, (), ())
+        buckets = {number: ([(slot.parameter, slot) for slot in bucket.slots], bucket.reduce_dtype.itemsize)
+                   for number, bucket in enumerate(plan.buckets)}
+        sums, gathers = _Sums(rank, "bucket", buckets, matrices), _Gathers(rank, (), ())
     else:
-        sums, gathers = _of_groups(rank, profile)
+        sums, gathers = _of_groups(rank, profile, matrices)
     ready: set[str] = set()
     for kind, segments in (("forward", profile.forward), ("backward", profile.backward)):
         if kind == "backward":
@@ -226,17 +263,17 @@ def sharded_program(profile: Profile, network: Network, num_ranks: int, plan: Bu
     return rank.program
 
 
-def _of_groups(rank: _Rank, profile: Profile) -> tuple[_Sums, _Gathers]:
+def _of_groups(rank: _Rank, profile: Profile, matrices: Sequence[tuple[GradientSpec, float]]) -> tuple[_Sums, _Gathers]:
     trained = {spec.name for spec in profile.gradients}
-    whole, summed = {}, []
+    whole, summed = {}, {}
     for number, group in enumerate(profile.groups):
         members = [(spec.name, spec) for spec in group.parameters]
         itemsize = members[0][1].dtype.itemsize
         whole[number] = _Rows.of(number, members, itemsize, rank.num_ranks)
         if own := [(name, spec) for name, spec in members if name in trained]:
-            summed.append(_Rows.of(number, own, itemsize, rank.num_ranks))
+            summed[number] = own, itemsize
     first, again = ([segment.reads for segment in segments if segment.reads is not None]
                     for segments in (profile.forward, profile.backward))
     dropped = {number for number in first[:-1] if profile.groups[number].name}
     gathers = _Gathers(rank, [whole[number] for number in first], [whole[number] for number in again if number in dropped])
-    return _Sums(rank, "group", summed), gathers
+    return _Sums(rank, "group", summed, matrices), gathers

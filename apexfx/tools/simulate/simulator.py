@@ -173,9 +173,11 @@ def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketC
     local = profile.without_sync()
     if local != profile:
         tax = step_s - run(program_of(local), **rates).seconds
-    work = sum(task.seconds for task in program if isinstance(task, Work))
+    works = [task for task in program if isinstance(task, Work)]
+    work = sum(task.seconds for task in works)
     alone = sum(task.seconds for task in program if isinstance(task, Start))
-    return Prediction(num_ranks, step_s, profile.compute_s, work - profile.compute_s, alone, step_s - work, tax, plan, timeline)
+    compute_s = profile.micro_batch_s + sum(task.seconds for task in works if task.kind == "optimizer")
+    return Prediction(num_ranks, step_s, compute_s, work - compute_s, alone, step_s - work, tax, plan, timeline)
 
 
 def _program(profile: Profile, network: Network, num_ranks: int, plan: BucketPlan, costs: Costs) -> list[Task]:
@@ -210,7 +212,7 @@ def _program(profile: Profile, network: Network, num_ranks: int, plan: BucketPla
     program += [Wait(f"bucket {index}") for index in range(len(plan.buckets))]
     program += [Work(f"write back bucket {index}", costs.write.seconds(len(bucket.slots), bucket.total_bytes), "write")
                 for index, bucket in enumerate(plan.buckets)]
-    return [*program, Work("optimizer", profile.optimizer_s, "optimizer")]
+    return [*program, Work("optimizer", profile.compute_s - profile.micro_batch_s, "optimizer")]
 
 
 def best_bucket(profile: Profile, network: Network, num_ranks: int, config: BucketConfig | None = None,

@@ -103,7 +103,7 @@ class Timeline:
 
 
 LEGEND = ("░ forward  █ backward  = fill, write back  ▒ optimizer  · waits  0-9 sum of a bucket or group (last digit)  "
-          "A-Z its gather  s statistics, norm")
+          "A-Z its gather  s statistics, norm, matrices")
 _MARKS = {"forward": "░", "backward": "█", "fill": "=", "write": "=", "optimizer": "▒", "wait": "·"}
 
 

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 _CONFIG = BucketConfig(message_size=30_000)
 
 
-def real(name, shard, num_ranks, **options):
+def real(name, shard, num_ranks, muon, **options):
     """Return what the graph of a step communicates, in order: (what, bytes), and ("wait", bytes) where it is waited for."""
     model, inputs = load(name, 2)
     with fake_process_group(num_ranks):
@@ -36,15 +36,16 @@ def real(name, shard, num_ranks, **options):
             fully_shard(model, **mesh)
         else:
             options |= {"ddp": _CONFIG, "shard": "optimizer"}
-        step = apexfx.train_step(model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), 0.1), opt_level="O0",
-                                 inner="eager", **options)
+        ours, others = ([p for p in model.parameters() if (muon and p.ndim == 2) is wanted] for wanted in (True, False))
+        optimizers = [*([torch.optim.Muon(ours)] if ours else []), torch.optim.SGD(others, 0.1)]
+        step = apexfx.train_step(model, lambda out: out.square().mean(), optimizers, opt_level="O0", inner="eager", **options)
         step(inputs)
         return list(communicated(step.report.code(stage="step"), num_ranks))
 
 
-def predicted(name, shard, num_ranks, clips):
+def predicted(name, shard, num_ranks, clips, muon):
     model, inputs = load(name, 2, device="meta")
-    profile = analytic(model, inputs, DEVICES["a100"], blocks=MODELS[name].blocks if shard == "model" else None)
+    profile = analytic(model, inputs, DEVICES["a100"], muon=muon, blocks=MODELS[name].blocks if shard == "model" else None)
     plan = None if shard == "model" else plan_for(profile, _CONFIG, num_ranks)
     started = {}
     for task in sharded_program(profile, PRESETS["ethernet-10g"], num_ranks, plan, Costs(), clips):
@@ -55,11 +56,13 @@ def predicted(name, shard, num_ranks, clips):
             yield "wait", started[task.name]
 
 
-@table(2, "name, shard, clips", [("mlp", "model", False), ("cnn", "optimizer", False), ("transformer", "model", True),
-                                 ("mlp", "optimizer", True), ("cnn", "model", True), ("cnn", "optimizer", True)])
-def test_what_is_communicated_is_what_the_graph_communicates(name, shard, clips):
+@table(2, "name, shard, clips, muon", [
+    ("mlp", "model", False, False), ("cnn", "optimizer", False, False), ("transformer", "model", True, False),
+    ("mlp", "optimizer", True, False), ("cnn", "model", True, False), ("cnn", "optimizer", True, False),
+    ("mlp", "optimizer", False, True), ("mlp", "optimizer", True, True), ("transformer", "model", False, True)])
+def test_what_is_communicated_is_what_the_graph_communicates(name, shard, clips, muon):
     options = {"max_grad_norm": 1.0} if clips else {}
-    assert list(predicted(name, shard, 4, clips)) == real(name, shard, 4, **options)
+    assert list(predicted(name, shard, 4, clips, muon)) == real(name, shard, 4, muon, **options)
 
 
 # ---- by hand: one byte takes 1/4 s, of which a gather, and a sum, of two ranks is the half ------------------------------------
