@@ -15,7 +15,7 @@ class LARC:
     For a parameter p with gradient g, both of non-zero norm:
 
         rate = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps);  with clip: min(rate / lr, 1)
-        g    = (g + weight_decay * p) * rate
+        g    = (g + weight_decay * p) * rate;  where the optimizer maximizes: g - weight_decay * p
 
     A parameter whose norm, or whose gradient's, is zero gets neither scaling nor weight decay, as in Apex. Norms are
     taken in float32 or wider; nothing is read back to the host.
@@ -64,7 +64,7 @@ class LARC:
             for group, decay in zip(self.optim.param_groups, decays):
                 for p in group["params"]:
                     if p.grad is not None:
-                        self._scale(p, decay, group["lr"])
+                        self._scale(p, decay, group["lr"], maximize=group.get("maximize", False))
                 if "weight_decay" in group:
                     group["weight_decay"] = 0.0
             self.optim.step()
@@ -74,7 +74,7 @@ class LARC:
                     group["weight_decay"] = decay
         return loss
 
-    def _scale(self, p: Tensor, decay: float, lr: float | Tensor) -> None:
+    def _scale(self, p: Tensor, decay: float, lr: float | Tensor, *, maximize: bool) -> None:
         grad = p.grad
         if grad.layout != torch.strided:
             raise ValueError(f"apexfx: LARC was given a gradient of layout {grad.layout}, expected torch.strided; use "
@@ -86,5 +86,5 @@ class LARC:
         if self.clip:
             rate = (rate / lr).clamp(max=1)
         applies = (p_norm != 0) & (grad_norm != 0)
-        adapted = (grad + decay * p if decay else grad) * rate.to(grad.dtype)
+        adapted = (grad + (-decay if maximize else decay) * p if decay else grad) * rate.to(grad.dtype)
         grad.copy_(torch.where(applies, adapted, grad))

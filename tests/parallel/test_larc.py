@@ -23,14 +23,15 @@ def expected(p, g, *, lr, decay, trust, clip, eps):
 
 
 @pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_step_is_the_formula(clip, decay):
+@pytest.mark.parametrize(("decay", "maximize"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_step_is_the_formula(clip, decay, maximize):
     values = [torch.randn(4, 3), torch.randn(5) * 1e-4, torch.zeros(3), torch.randn(2)]
     grads = [torch.randn(4, 3), torch.randn(5), torch.randn(3), torch.zeros(2)]
     parameters = [nn.Parameter(v.clone()) for v in values] + [nn.Parameter(torch.ones(2))]
     for p, g in zip(parameters, grads):
-        p.grad = g.clone()
-    optimizer = LARC(torch.optim.SGD(parameters, lr=0.3, weight_decay=decay), trust_coefficient=0.02, clip=clip)
+        p.grad = -g if maximize else g.clone()
+    sgd = torch.optim.SGD(parameters, lr=0.3, weight_decay=decay, maximize=maximize)
+    optimizer = LARC(sgd, trust_coefficient=0.02, clip=clip)
     optimizer.step()
     for p, v, g in zip(parameters, values, grads):
         want = expected(v.double(), g.double(), lr=0.3, decay=decay, trust=0.02, clip=clip, eps=1e-8)
