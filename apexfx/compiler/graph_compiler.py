@@ -138,7 +138,7 @@ class GraphCompiler:
         """
         sync, index = self.gradient_sync, self.index
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
-        kept = [place for place in written if placeholders[place].stride is not None and not placeholders[place].in_a_local]
+        kept = [place for place in written if placeholders[place].stride is not None]
         check_memory = MemoryCheck(placeholders, (), kept) if kept else None
         trainable = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         hooks = global_module_hooks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -244,6 +245,27 @@ def test_a_dropout_that_drops_something_is_one():
                   mem=nn.Buffer(torch.ones(100)))
     out = apexfx.transform(model, opt_level="O0", inner="eager")
     assert len({float(out(torch.zeros(1, 1))) for _ in range(3)}) > 1 and model.mem.sum() == 100
+
+
+# Two arguments in the memory of a.
+LIE = {"apart": lambda a: (a[:3], a[3:]), "as one": lambda a: (a[:3], a[:3]), "overlapping": lambda a: (a[:3], a[1:4]),
+       "overlapping elsewhere": lambda a: (a[2:5], a[3:6])}
+
+
+@table(2, "first, later", itertools.permutations(LIE, 2))
+def test_arguments_that_come_to_overlap_otherwise_are_refused(first, later):
+    def forward(m, x, y):
+        x.add_(1.0)
+        return x * y * m.scale
+
+    torch.compiler.reset()
+    source = Model(forward, scale=nn.Parameter(torch.ones(3)))
+    model, a, b = apexfx.transform(source, opt_level="O0", inner="eager"), torch.arange(6.0), torch.arange(6.0)
+    for _ in range(2):
+        torch.testing.assert_close(model(*LIE[first](a)), source(*LIE[first](b)), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"(share|no longer share|share other) memory that the forward writes"):
+        model(*LIE[later](a))
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 # ---- what is to be negated, or conjugated, when it is read ------------------------------------------------------------------
