@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -61,6 +61,13 @@ function_mode_depth = torch._C._len_torch_function_stack
 pop_function_mode = torch._C._pop_torch_function_stack
 push_function_mode = torch._C._push_on_torch_function_stack
 function_modes = torch.overrides._get_current_function_mode_stack  # bottom first
+
+
+def overload_of(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload:
+    """Return the overload of an op that a call by its packet, `torch.ops.ns.op(...)`, runs."""
+    name, *others = packet.overloads()
+    return getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs) if others else name)
+
 
 # A context that torch.profiler records by the name that it is made with.
 ProfilerSpan = torch._C._profiler._RecordFunctionFast

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import PlainAOTInput, dynamo_source, set_grad_enabled, traced_constants, traced_value
+from .._torch import (
+    OpOverloadPacket,
+    PlainAOTInput,
+    dynamo_source,
+    overload_of,
+    set_grad_enabled,
+    traced_constants,
+    traced_value,
+)
 from ..graph.inputs import Placeholder
 from ..graph.nodes import (
     INPUT_NAMES,
@@ -24,6 +32,7 @@ from ..graph.nodes import (
     graphs,
     set_value,
     stack_frames,
+    value,
 )
 from .model_index import ModelIndex, role, text_name
 
@@ -41,6 +50,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
              by_module: bool = False, is_train_step: bool = False) -> tuple[Placeholder, ...]:
     """Tag the inputs and modules of a Dynamo graph with the user's names, and copy example values to `meta["val"]`.
 
+    An op that is called by its packet becomes the overload that runs, whose schema says what it writes.
     Must run first: a copy of the graph loses where its inputs came from.
 
     Args:
@@ -64,6 +74,8 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
                 node.meta["val"] = node.meta["example_value"]
             elif node.op in ("call_function", "call_method"):
                 node.meta.setdefault("val", None)  # returns nothing: torch._C._set_grad_enabled
+            if isinstance(node.target, OpOverloadPacket):
+                node.target = overload_of(node.target, *fx.node.map_arg((node.args, node.kwargs), value))
             of_step = is_train_step and _is_of_step(node)
             if node.stack_trace:
                 node.stack_trace = _OWN_FRAMES.sub("", node.stack_trace)

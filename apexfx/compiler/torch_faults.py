@@ -117,7 +117,7 @@ def _check_dropouts(body: fx.GraphModule) -> None:
 def _drops_nothing(node: fx.Node) -> bool:
     if node.op != "call_function" or canonical_name(node.target) != "dropout" or argument(node, "inplace"):
         return False
-    return not argument(node, "train" if node.target is torch.dropout else "training") or argument(node, "p") == 0
+    return not argument(node, "training" if node.target is torch.nn.functional.dropout else "train") or argument(node, "p") == 0
 
 
 def clone_detached_outputs(gm: fx.GraphModule) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import OpOverload, OpOverloadPacket
+from .._torch import OpOverload
 from .nodes import argument, graphs, module_path
 
 # Collectives whose result may not be read before a wait.
@@ -29,8 +29,7 @@ def is_collective(node: fx.Node) -> bool:
 
 def group_name(node: fx.Node) -> str:
     """Return the name of the process group over which running `node` communicates, or ""."""
-    # As a program calls it, an op is a packet of overloads: of one, for collectives.
-    takes_part = isinstance(node.target, (OpOverload, OpOverloadPacket)) and not is_wait(node)
+    takes_part = isinstance(node.target, OpOverload) and not is_wait(node)
     return argument(node, "group_name") or "" if takes_part else ""
 
 

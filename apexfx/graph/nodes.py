@@ -24,7 +24,6 @@ from .._torch import (
     FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
-    OpOverloadPacket,
     enable_python_dispatcher,
     get_decompositions,
     make_fx,
@@ -264,8 +263,6 @@ _OVERLOADS = {torch.batch_norm: torch.ops.aten.batch_norm.default, torch.dropout
 @functools.cache
 def _parameters(target: Callable[..., Any]) -> dict[str, tuple[int, Any]]:
     """Return {name: (position, default)} of the parameters of `target`."""
-    if isinstance(target, OpOverloadPacket) and len(target.overloads()) == 1:
-        target = getattr(target, target.overloads()[0])
     if isinstance(target, OpOverload):
         return {a.name: (place, a.default_value) for place, a in enumerate(target._schema.arguments)}
     try:

@@ -67,7 +67,8 @@ MOVES = {
 # What is m itself in eager torch, and a copy of it in a graph.
 DROPOUTS = {
     "in evaluation": lambda m: F.dropout(m, 0.5, False), "of nothing": lambda m: F.dropout(m, 0.0, True),
-    "torch.dropout": lambda m: torch.dropout(m, 0.5, False), "by name": lambda m: F.dropout(input=m, p=0.0),
+    "torch.dropout": lambda m: torch.dropout(m, 0.5, False), "packet": lambda m: torch.ops.aten.dropout(m, 0.5, False),
+    "by name": lambda m: F.dropout(input=m, p=0.0),
     "two": lambda m: F.dropout(F.dropout(m, 0.0), 0.0), "of a view": lambda m: F.dropout(m[1:], 0.0),
     "view": lambda m: F.dropout(m, 0.0).flatten(), "Dropout": lambda m: nn.Dropout(0.5).eval()(m),
 }  # fmt: skip

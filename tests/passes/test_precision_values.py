@@ -132,12 +132,14 @@ def test_a_custom_op_gets_the_dtypes_it_was_written_for():
         assert [row["rule"] for row in recorder.casts() if "picky" in row["op"]] == ["captured"]
 
 
-def test_what_a_custom_op_writes_is_no_copy():
+@pytest.mark.parametrize("spelled", [lambda op: op, lambda op: torch.ops.apexfxtest.double_], ids=["custom_op", "packet"])
+def test_what_a_custom_op_writes_is_no_copy(spelled):
     @torch.library.custom_op("apexfxtest::double_", mutates_args={"x"})
     def double_(x: torch.Tensor, y: torch.Tensor) -> None:
         assert y.dtype == torch.float32
         x.mul_(2)
 
+    double_ = spelled(double_)
     for level in ("O1", "O2"):
         torch._dynamo.reset()
         x, w = torch.randn(2, 4), torch.randn(4, 4) / 2  # a product of order one

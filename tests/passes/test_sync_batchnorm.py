@@ -235,8 +235,9 @@ def test_modules(norm):
         lambda x, m, v, w, b: F.batch_norm(x, running_mean=m, running_var=v, weight=w, bias=b, training=True),
         lambda x, m, v, w, b: torch.batch_norm(x, w, b, m, v, True, 0.1, 1e-5, False),
         lambda x, m, v, w, b: torch.ops.aten.batch_norm.default(x, w, b, m, v, True, 0.1, 1e-5, False),
+        lambda x, m, v, w, b: torch.ops.aten.batch_norm(x, w, b, m, v, True, 0.1, 1e-5, False),
     ],
-    ids=["F.batch_norm", "keywords", "torch.batch_norm", "aten.batch_norm"],
+    ids=["F.batch_norm", "keywords", "torch.batch_norm", "aten.batch_norm", "packet"],
 )
 def test_spellings(call):
     x = draw()[0]
