@@ -90,7 +90,8 @@ class RewrittenGraph:
         """Return what runs the graph; the report has it from then on."""
         PROGRESS.enter("passes done, AOTAutograd derives what runs")
         with torch_faults.mended(self.gm), _explained(self.gm):
-            compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options)
+            put_in = torch_faults.leave_out_written_inputs(self.gm)
+            compiled = put_in(INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options))
         report.add(self.record)  # not before: what the inner compiler refuses never runs
         for sentence in ops.missing({x.device.type for x in self.example_inputs if isinstance(x, torch.Tensor)}):
             report.note(f"apexfx: {sentence}; `python -m apexfx doctor` has more")

@@ -132,6 +132,31 @@ def clone_detached_outputs(gm: fx.GraphModule) -> None:
             output.replace_input_with(node, clone)
 
 
+def leave_out_written_inputs(gm: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Leave out of a graph's outputs each that is an input itself, as `buffer.mul_(2)` is; return what puts them in again.
+
+    AOTAutograd (2.13) would put it into the place of another output, where an input that requires a gradient is written, too.
+    """
+    inputs, output, memory = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node(), written_storages(gm)
+    if not any(getattr(value(node), "requires_grad", False) and storages(value(node)) & memory for node in inputs):
+        return lambda compiled: compiled
+    places = {id(value(node)): place for place, node in enumerate(inputs)}
+    returned = {place: places[id(value(node))] for place, node in enumerate(output.args[0])
+                if isinstance(node, fx.Node) and id(value(node)) in places and storages(value(node)) & memory}
+    output.args = (tuple(node for place, node in enumerate(output.args[0]) if place not in returned),)
+    gm.recompile()
+
+    def put_in(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> list[Any]:
+            own = {place: args[source] for place, source in returned.items()}
+            others = iter(compiled(*args))
+            return [own[place] if place in own else next(others) for place in range(len(own) + len(output.args[0]))]
+
+        return run if returned else compiled
+
+    return put_in
+
+
 @contextlib.contextmanager
 def mended(gm: fx.GraphModule) -> Iterator[None]:
     """Have AOTAutograd and the inner compiler compute a graph rightly, in this context.

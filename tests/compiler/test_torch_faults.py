@@ -452,6 +452,16 @@ def synchronized_batch_norm_on_the_cpu() -> bool:
         return raises("expected input tensor to be on GPU", lambda: nn.SyncBatchNorm(2)(torch.randn(3, 2)))
 
 
+@fault("an input that is returned takes the place of another output, where one that requires a gradient is written",
+       ours="compiler/torch_faults.py leave_out_written_inputs")
+def returned_inputs() -> bool:
+    def forward(x, buffer):
+        x.relu_()
+        return x + 1, buffer.mul_(3)
+
+    return differ(forward, lambda: (torch.ones(3, requires_grad=True) * 1, torch.ones(3)))
+
+
 # ---- Inductor: what is rewritten --------------------------------------------------------------------------------------------
 
 
