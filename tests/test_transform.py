@@ -137,6 +137,15 @@ def test_hooks_on_submodules_fire_whenever_they_are_put_on():
     assert seen[15:] == ["Linear", "Linear", "Tanh", "Linear", "Tanh"]
 
 
+def test_a_hook_that_is_put_on_behind_a_first_call_that_failed_fires():
+    source = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3))
+    model = transformed(source)
+    with pytest.raises(IndexError):
+        model(torch.tensor([9]))
+    source[1].register_forward_hook(lambda m, args, out: 100 * out)
+    assert_close(model(torch.tensor([1])), source(torch.tensor([1])), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_graph_is_kept_for_another_backward_after_others_were_not(inner):
     source = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))

@@ -109,7 +109,7 @@ class CompiledModel:
         self._checked = self._capturing = False
         self._in_step, self._first_graph = in_step, -1
         self._num_calls, self._version = 0, -1  # since an update, on what came of other calls
-        self._hooks: list[tuple[object, ...]] = []
+        self._hooks: list[tuple[object, ...]] | None = None  # before the first call
         self._settings = {**(_BREAKS_AT_DATA if in_step else _DYNAMO),  # in pieces, nothing is one graph
                           "ignore_logging_functions": dynamo_config.ignore_logging_functions | WARNING_FILTERS}
         self._patch = dynamo_config.patch(self._settings)
@@ -224,7 +224,7 @@ class CompiledModel:
         Dynamo's guards of hooks cost a fifth of the time of a call (100 small layers), and few models need them.
         """
         hooks = module_hooks(submodules)
-        if self._checked and hooks != self._hooks:
+        if self._hooks is not None and hooks != self._hooks:
             self._compile_anew()
         self._hooks = hooks
 
