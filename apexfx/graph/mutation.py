@@ -74,8 +74,8 @@ def _written_by_schema(node: fx.Node) -> list[Any]:
 
 def _written_by_body(node: fx.Node) -> list[fx.Node]:
     pair = body_of(node)
-    if pair is None:
-        return []
+    if pair is None:  # what gives no tensor is called for what it writes: a kernel of Triton
+        return [] if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value(node))) else node.all_input_nodes
     body, operands = pair
     touched = written_storages(body)
     inputs = body.graph.find_nodes(op="placeholder")

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from apexfx.graph.mutation import written
 
+triton_kernel = torch.ops.higher_order.triton_kernel_wrapper_mutation
+
 
 @pytest.mark.parametrize("call, names", [
     (lambda x, w: torch.add(x, 1.0, out=w), ["w"]),
@@ -18,9 +20,11 @@ from apexfx.graph.mutation import written
     (lambda x, w: F.embedding(x.long(), w, max_norm=1.0), ["w"]),
     (lambda x, w: F.batch_norm(x, x[0], w[0], training=True), ["getitem", "getitem_1"]),
     (lambda x, w: torch.ops.aten.lerp_.Scalar(w, x, 0.5), ["w"]),
+    (lambda x, w: triton_kernel(kernel_idx=0, constant_args_idx=0, grid=[(1, 1, 1)], tma_descriptor_metadata={},
+                                kwargs={"x": x, "out": w, "n": 3}), ["x", "w"]),
     (lambda x, w: F.embedding(x.long(), w), []),
     (lambda x, w: F.relu(w), []),
-], ids=["out=", "method", "inplace=", "bitwise_and_", "and", "max_norm=", "statistics", "schema", "embedding", "relu"])
+], ids=["out=", "method", "inplace=", "bitwise_and_", "and", "max_norm=", "statistics", "schema", "triton", "embedding", "relu"])
 def test_written(call, names):
     graph = torch.fx.symbolic_trace(call).graph
     last = [node for node in graph.nodes if node.op in ("call_function", "call_method")][-1]
