@@ -418,7 +418,7 @@ class GradientSync(Synchronizer):
         self._pending.clear()
 
     def flush(self) -> None:
-        """Average the accumulated `.grad` of every parameter over the ranks, in the plan's buckets."""
+        """Average the accumulated `.grad` of every parameter over the ranks, be it frozen since, in the plan's buckets."""
         registered = [(name, p) for name, hook in self._registered.items() if (p := hook.parameter()) is not None]
         known = {id(p) for _, p in registered}
         # functional_call(), or an assignment, has put others in the place of those that accumulated.
@@ -426,6 +426,9 @@ class GradientSync(Synchronizer):
         try:
             if set_aside := [self._names[key] for key, p in self._pending.items() if local_gradients[p]]:
                 raise _error(SET_ASIDE.format(_shown(set_aside)))
+            if not self._averages:
+                self._refuse_to_sum_twice([p for _, p in registered if not p.requires_grad and id(p) not in self._pending],
+                                          flushes=False)
             self._reduce([*registered, *sorted(replaced, key=lambda named: named[0])])
         finally:
             self._forget_local()
@@ -434,11 +437,10 @@ class GradientSync(Synchronizer):
         """Average `.grad` of parameters, of which several may go by one name: their buckets know them by it."""
         rounds: list[dict[str, Tensor]] = []
         for name, p in named:
-            if p.requires_grad:
-                first = next((taken for taken in rounds if name not in taken), None)
-                if first is None:
-                    rounds.append(first := {})
-                first[name] = p
+            first = next((taken for taken in rounds if name not in taken), None)
+            if first is None:
+                rounds.append(first := {})
+            first[name] = p
         for parameters in rounds:
             reduce_gradients(parameters, self.config, self.group)
 

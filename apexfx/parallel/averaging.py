@@ -73,6 +73,7 @@ class EagerAveraging(Synchronizer):
         self._used: list[str] | None = None  # which some rank has a gradient for, once a backward has told
         self._expected = self._by_torch = False  # the backward of the last forward, which is yet to come; and by torch's
         self._pending = False  # local gradients are there
+        self._holds_frozen = False  # of which some are of frozen parameters
         self._came: set[int] = set()  # whose gradients have come in the backward under way
         self._callback = BackwardCallback()
         self._use_parameters()
@@ -99,8 +100,10 @@ class EagerAveraging(Synchronizer):
         for handle in self._hooks:
             handle.remove()
         self._key, self._ddp, self._used = key, None, None
-        # Without elements there is nothing to average.
-        self._active = {id(p): (name, p) for name, p in self.module.named_parameters() if p.requires_grad and p.numel()}
+        # Without elements there is nothing to average. What is frozen behind a local gradient is averaged once more.
+        held = self._active if self._pending else ()
+        self._active = {id(p): (name, p) for name, p in self.module.named_parameters()
+                        if (p.requires_grad or id(p) in held) and p.numel()}
         me = weakref.ref(self)
 
         def accumulated(p: Tensor) -> None:
@@ -112,7 +115,8 @@ class EagerAveraging(Synchronizer):
             if (averaging := me()) is not None:
                 averaging._refuse_to_sum_twice()
 
-        parameters = [p for _, p in self._active.values()]
+        parameters = [p for _, p in self._active.values() if p.requires_grad]
+        self._holds_frozen = len(parameters) < len(self._active)
         self._hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in parameters]
         self._hooks += [] if self.config.gradient_average else [p.register_hook(comes) for p in parameters]
         return bool(self._active)
@@ -121,7 +125,7 @@ class EagerAveraging(Synchronizer):
         """Whether torch's DistributedDataParallel averages the backward to come; it is made here."""
         options = self.options
         knows = options.static or self.config.layout == "ddp"
-        if self._never_by_torch or not (knows or self._used):
+        if self._never_by_torch or self._holds_frozen or not (knows or self._used):
             return False
         if self._ddp is None:
             unused = set() if knows else {id(p) for name, p in self._active.values() if name not in self._used}
@@ -214,6 +218,8 @@ class EagerAveraging(Synchronizer):
             self._ddp = None  # which has noted what was used
         if not self._never_by_torch and self._ddp is None:
             self._used = list(plan.parameters) if plan is not None else None
+        if self._holds_frozen:
+            self._key = None  # the next forward begins anew, without them
 
     def _is_idempotent(self) -> bool:
         return self._never_by_torch or self.config.gradient_average and self.config.comm_dtype is None

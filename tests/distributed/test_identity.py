@@ -159,6 +159,27 @@ def local_shares(rank, world_size):
         torch.testing.assert_close(p.grad, q.grad / world_size, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def frozen_behind_local_gradients(rank, world_size):
+    """What is frozen between no_sync() and the backward that averages has its average."""
+    for average in (True, False):
+        model = apexfx.transform(Listed(), opt_level="O0", inner="eager", ddp=apexfx.BucketConfig(gradient_average=average))
+        reference = copy.deepcopy(Listed())
+        reference.load_state_dict(model.state_dict())
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
+        for _ in range(2):
+            for each, context in ((model, model.no_sync()), (reference, contextlib.nullcontext())):
+                each.zero_grad()
+                with context:
+                    square(each, x).backward()
+                each.a.weight.requires_grad_(False)
+                square(each, x).backward()
+                each.a.weight.requires_grad_(True)
+            for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+                dist.all_reduce(q.grad)
+                wanted = q.grad / world_size if average else q.grad
+                torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
 class Switching(Listed):
     """A frame that begins without gradients and goes on with them."""
 
@@ -397,7 +418,8 @@ def test_every_gradient_is_the_mean(executors, losses, inner):
     run_ranks(gradients, 2, executors, losses, inner, timeout=400)
 
 
-@table(1, "cases", [(errors, unfrozen_in_eager), (local_shares, asked_for_with_autograd_grad)], by_turns=True)
+@table(1, "cases", [(errors, unfrozen_in_eager), (local_shares, asked_for_with_autograd_grad, frozen_behind_local_gradients)],
+       by_turns=True)
 def test_what_is_not_averaged_is_said(cases):
     run_ranks(functools.partial(_each, cases), 2)
 

@@ -46,6 +46,27 @@ def _only_in_no_sync(rank):
     check_mean(model, twin, x)
 
 
+def _frozen_since(rank):
+    """What is frozen between no_sync() and the backward that averages has its average, and keeps it."""
+    for arguments in ({}, {"delay_allreduce": True}, {"find_unused_parameters": True}, {"layout": "ddp"},
+                      {"gradient_average": False}):
+        model, twin, x = wrapped(rank, **arguments)
+        model.zero_grad()
+        with model.no_sync():
+            model(x).square().sum().backward()
+        model.module.a.weight.requires_grad_(False)
+        model(x).square().sum().backward()
+        frozen = model.module.a.weight.grad.clone()
+        model.module.a.weight.grad.mul_(2)  # what the others have got
+        check_mean(model, twin, x, factor=1.0 if arguments.get("gradient_average", True) else 2.0)
+        model.module.a.weight.grad.copy_(frozen)
+        for _ in range(2):
+            for p in model.module.parameters():
+                p.grad = p.grad if p is model.module.a.weight else None
+            model(x).square().sum().backward()
+            assert torch.equal(model.module.a.weight.grad, frozen)
+
+
 def _static_graph(rank):
     model, twin, x = wrapped(rank, static_graph=True, message_size=30)
     for _ in range(2):
@@ -208,8 +229,8 @@ def _penalty_alone(rank):
             assert_close(p.grad, q.grad / dist.get_world_size())
 
 
-CASES = (_no_sync, _only_in_no_sync, _static_graph, _several_backwards, _sums, _adversaries, _unused, _changed_parameters,
-         _failed, _ranks_apart, _penalty_alone)
+CASES = (_no_sync, _only_in_no_sync, _frozen_since, _static_graph, _several_backwards, _sums, _adversaries, _unused,
+         _changed_parameters, _failed, _ranks_apart, _penalty_alone)
 
 
 def every_backward(rank, world_size):
