@@ -49,8 +49,8 @@ def written(node: fx.Node) -> list[fx.Node]:
     sources += tree_leaves(node.kwargs.get("out"))
     if isinstance(node.target, OpOverload):
         sources += _written_by_schema(node)
-    elif node.op == "call_function":
-        sources += statistics(node)
+    if node.op == "call_function":
+        sources += statistics(node)  # which schemas do not name
         if canonical_name(node.target) in ("embedding", "embedding_bag") and argument(node, "max_norm") is not None:
             sources.append(argument(node, "weight"))
     return [source for source in tree_leaves(sources) if isinstance(source, fx.Node)]

@@ -247,17 +247,13 @@ def refake_copies(gm: fx.GraphModule) -> None:
 def argument(node: fx.Node, name: str) -> Any:
     """Return the argument `name` of a call, however it was passed; else its default, or None where there is none.
 
-    Nothing is known of the parameters of a method, nor of a function written in C that publishes no signature.
+    Nothing is known of the parameters of a method, nor of a function written in C that has several signatures.
     """
     if name in node.kwargs:
         return node.kwargs[name]
     parameters = _parameters(node.target) if callable(node.target) else {}
     place, default = parameters.get(name, (len(node.args), None))
     return node.args[place] if place < len(node.args) else default
-
-
-# Functions written in C, and the op that has the same parameters.
-_OVERLOADS = {torch.batch_norm: torch.ops.aten.batch_norm.default, torch.dropout: torch.ops.aten.dropout.default}
 
 
 @functools.cache
@@ -267,8 +263,10 @@ def _parameters(target: Callable[..., Any]) -> dict[str, tuple[int, Any]]:
         return {a.name: (place, a.default_value) for place, a in enumerate(target._schema.arguments)}
     try:
         parameters = inspect.signature(target).parameters.values()
-    except (ValueError, TypeError):  # written in C
-        return _parameters(_OVERLOADS[target]) if target in _OVERLOADS else {}
+    except (ValueError, TypeError):  # written in C: those of the op of its name, where that has no two overloads
+        packet = getattr(torch.ops.aten, getattr(target, "__name__", ""), None)
+        overloads = [name for name in packet.overloads() if not name.endswith("out")] if packet is not None else []
+        return _parameters(getattr(packet, overloads[0])) if len(overloads) == 1 else {}
     return {p.name: (place, None if p.default is p.empty else p.default) for place, p in enumerate(parameters)}
 
 

@@ -24,6 +24,7 @@ def graph_of(*names):
     (F.batch_norm, "input running_mean running_var weight bias", {}),
     (F.batch_norm, "input running_mean running_var", {"bias": "bias", "weight": "weight"}),
     (torch.batch_norm, "input weight bias running_mean running_var", {}),
+    (torch.native_batch_norm, "input weight bias running_mean running_var", {}),
     (torch.ops.aten.batch_norm.default, "input weight bias running_mean running_var", {}),
 ])
 def test_an_argument_is_found_however_it_was_passed(target, given, named):
