@@ -35,7 +35,7 @@ class _Tail:
 
 def is_batch_norm(node: fx.Node) -> bool:
     """Return whether `node` is a batch norm of torch's or of ours."""
-    return node.target is SYNC or node.target in _BATCH_NORMS
+    return node.op == "call_function" and (node.target is SYNC or canonical_name(node.target) == "batch_norm")
 
 
 def is_frozen_batch_norm(node: fx.Node) -> bool:
@@ -46,6 +46,12 @@ def is_frozen_batch_norm(node: fx.Node) -> bool:
 def training_batch_norms(graph: fx.Graph) -> list[fx.Node]:
     """Return torch's batch norm nodes that compute statistics from their input."""
     return [node for node in graph.nodes if node.target in _BATCH_NORMS and argument(node, "training")]
+
+
+def stays_local(node: fx.Node) -> bool:
+    """Return whether `node` is a training-mode batch norm, of a form that is not rewritten: native_batch_norm."""
+    others = (SYNC, *_BATCH_NORMS)
+    return is_batch_norm(node) and node.target not in others and bool(argument(node, "training"))
 
 
 def synchronized_batch_norms(graph: fx.Graph) -> list[fx.Node]:

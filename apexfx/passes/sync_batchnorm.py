@@ -17,6 +17,7 @@ from .batch_norm_rewrite import (
     is_batch_norm,
     is_frozen_batch_norm,
     rewrite,
+    stays_local,
     synchronized_batch_norms,
     training_batch_norms,
 )
@@ -62,6 +63,9 @@ class SyncBatchnorm(Pass):
         _refuse_conditional(gm, self.name)
         modified = False
         for body in bodies(gm):
+            self._remarks += [f"sync_batchnorm: {module_path(node) or 'a batch norm'} ({source_line(node)}) normalizes by the "
+                              "statistics of this rank alone, as it calls native_batch_norm; call torch.nn.functional.batch_norm"
+                              for node in body.graph.nodes if stays_local(node)]
             frozen = [f"sync_batchnorm: {module_path(node) or 'a batch norm'} ({source_line(node)}) is in evaluation mode, and "
                       "normalizes by its running statistics" for node in body.graph.nodes if is_frozen_batch_norm(node)]
             details = {rewrite(body.graph, node, self.group_name): "" for node in training_batch_norms(body.graph)}

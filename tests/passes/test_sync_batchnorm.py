@@ -143,6 +143,14 @@ def test_a_batch_norm_in_evaluation_mode_is_named_beside_others():
     assert rewrite(model.eval(), x)[0].artifacts().remarks is None  # as a whole: nobody expects more
 
 
+@pytest.mark.parametrize("op", [torch.native_batch_norm, torch.ops.aten.native_batch_norm])
+def test_a_batch_norm_that_stays_local_is_named(op):
+    pass_, gm, _ = rewrite(lambda x: op(x, None, None, None, None, True, 0.1, 1e-5)[0], draw()[0])
+    [remark] = pass_.artifacts().remarks
+    assert "(test_sync_batchnorm.py:" in remark and "statistics of this rank alone" in remark
+    assert pass_.matches == [] and pass_.why_no_match(gm) is None
+
+
 NOT_FUSED = {
     "read twice": lambda y, z: y.relu() + y,
     "sum read twice": lambda y, z: (lambda s: s.relu() + s)(y + z),
