@@ -283,6 +283,28 @@ def bounded_deques_changed() -> list[str]:
             and getattr(traced_value(each.source), "maxlen", None) is not None]
 
 
+def replaced_sources() -> set[str]:
+    """Return where the attributes, and items of dicts, lie in whose place the frame which Dynamo is compiling puts others.
+
+    A module's buffers are items of its registry. Of a list that is changed, all items are among them.
+    """
+    translator = current_translator()
+    effects = translator.output.side_effects if translator is not None else None
+    if effects is None:
+        return set()
+    found = {f"{each.source.name}.{name}" for each, new in effects.store_attr_mutations.items() if each.source is not None
+             for name in new}
+    for each in effects.id_to_variable.values():
+        if each.source is None or not effects.is_modified(each):
+            continue
+        if type(each).__name__ == "ConstDictVariable":
+            found |= {f"{each.source.name}[{key.vt.as_python_constant()!r}]" for key, new in each.items.items()
+                      if key.vt.is_python_constant() and each.is_new_item(each.original_items.get(key.vt), new)}
+        elif type(each).__name__ == "ListVariable":
+            found |= {f"{each.source.name}[{place}]" for place in range(len(each.items))}
+    return found
+
+
 in_graphs: list[Callable[..., Any]] = []  # what `allow_in_graph` was given
 
 

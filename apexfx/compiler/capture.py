@@ -16,6 +16,7 @@ from .._torch import (
     PlainAOTInput,
     dynamo_source,
     overload_of,
+    replaced_sources,
     set_grad_enabled,
     traced_constants,
     traced_value,
@@ -29,6 +30,7 @@ from ..graph.nodes import (
     OF_STEP,
     OTHER_NAMES,
     OUTSIDE_OF_MODEL,
+    REPLACED,
     graphs,
     set_value,
     stack_frames,
@@ -87,7 +89,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
                 node.meta[OUTSIDE_OF_MODEL] = True
                 if of_step:
                     node.meta[OF_STEP] = True
-    placeholders = []
+    placeholders, replaced = [], replaced_sources()
     for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):
         source = dynamo_source(node)
         traced = node.meta.get("example_value", example)  # whose dynamic sizes are symbols
@@ -95,6 +97,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
         node.meta[NAME] = placeholder.name
         node.meta[KIND] = placeholder.kind
         node.meta[OTHER_NAMES] = placeholder.aliases
+        node.meta[REPLACED] = placeholder.source in replaced
         if "val" not in node.meta:
             set_value(node, example)
         placeholders.append(placeholder)

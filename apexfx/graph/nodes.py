@@ -36,6 +36,8 @@ from .._torch import (
 # Meta keys of an input: its name in the user's program; what it is, "param", "buffer", "state", "input" or "symint"; the
 # other names of a tensor that has several. Of a module: the names of all its inputs.
 NAME, KIND, OTHER_NAMES, INPUT_NAMES = "apexfx_name", "apexfx_kind", "apexfx_aliases", "apexfx_inputs"
+# Meta key of an input of a Dynamo graph in whose place, where it was found, the forward puts another tensor.
+REPLACED = "apexfx_replaced"
 # Meta key of a cast that a pass has put in: its row of the ledger.
 CAST_ROW = "apexfx_cast"
 # Meta key of a node of a Dynamo graph: all registered paths of the module, or modules, in which it was traced.

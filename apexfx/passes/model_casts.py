@@ -11,7 +11,7 @@ from torch import fx
 from .._torch import HigherOrderOperator, set_grad_enabled
 from ..config import HALVES
 from ..graph.mutation import body_of, statistics, storages, written_storages
-from ..graph.nodes import KIND, OUTSIDE_OF_MODEL, argument, evaluate, set_value, value
+from ..graph.nodes import KIND, OUTSIDE_OF_MODEL, REPLACED, argument, evaluate, set_value, value
 from ..graph.op_names import canonical_name, is_foreign
 from ..precision.casts import dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
 from ..precision.policy import Policy, additive_mask
@@ -25,9 +25,9 @@ def cast_entries(
     """Cast the floating placeholders of `gm`; return the new nodes, each with the node that it stands for.
 
     float32 to half under O2 and O3, half to float32 under O0. Left alone are: what any node writes in place, so that
-    the write reaches the real tensor; what batch norm reads as parameters or statistics, where the level keeps them;
-    what an override wants otherwise; the weight of a sparse embedding; what goes straight into a cast of the user's own or to
-    the output.
+    the write reaches the real tensor; what the forward puts another in the place of (`self.n = self.n + 1`), which would round
+    from call to call; what batch norm reads as parameters or statistics, where the level keeps them; what an override wants
+    otherwise; the weight of a sparse embedding; what goes straight into a cast of the user's own or to the output.
     """
     touched = written_storages(gm)
     # Behind a node that switches gradients on, or the parameters would get none.
@@ -35,7 +35,7 @@ def cast_entries(
     originals: dict[fx.Node, fx.Node] = {}
     for placeholder in gm.graph.find_nodes(op="placeholder"):
         source = dtype_of(placeholder)
-        target = _target(policy, source)
+        target = _target(policy, source) if not placeholder.meta.get(REPLACED) else None
         if target is None or storages(value(placeholder)) & touched:
             continue
         if CAST not in _desired_by_users(placeholder, policy):

@@ -94,8 +94,8 @@ NAMES = {
 }  # fmt: skip
 
 
-def trained(entry, model, batches, level="O0", **options):
-    """Return losses, parameters and buffers of training by one entry; "eager" is plain torch."""
+def trained(entry, model, batches, level="O0", returns=lambda model: model.state_dict().values(), **options):
+    """Return losses, and by default parameters and buffers, of training by one entry; "eager" is plain torch."""
     torch.compiler.reset()
     model = copy.deepcopy(model)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -111,7 +111,7 @@ def trained(entry, model, batches, level="O0", **options):
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-    return [*losses, *model.state_dict().values()]
+    return [*losses, *returns(run if entry == "transform" else model)]
 
 
 def assert_as_eager(entry, model, batches, level="O0", **options):
@@ -246,6 +246,37 @@ def test_a_dropout_that_drops_something_is_one():
                   mem=nn.Buffer(torch.ones(100)))
     out = apexfx.transform(model, opt_level="O0", inner="eager")
     assert len({float(out(torch.zeros(1, 1))) for _ in range(3)}) > 1 and model.mem.sum() == 100
+
+
+# Sums over calls, of more than bfloat16 counts to.
+SUMS = {
+    "in place": lambda m: m.n.add_(1.0),
+    "buffer": lambda m: setattr(m, "n", m.n + 1.0),
+    "attribute": lambda m: setattr(m, "plain", m.plain + 1.0),
+    "of a layer": lambda m: setattr(m.layer, "n", m.layer.n + 1.0),
+    "in a dict": lambda m: m.held.__setitem__("n", m.held["n"] + 1.0),
+    "in a list": lambda m: m.listed.__setitem__(0, m.listed[0] + 1.0),
+}  # fmt: skip
+
+
+@table(1, "entry, level", [(entry, level) for level in ("O2", "O1") for entry in ENTRIES])
+def test_sums_over_calls_are_exact(entry, level):
+    def forward(m, x):
+        for change in SUMS.values():
+            change(m)
+        m.e = 0.999 * m.e + 0.001 * x.detach().mean(0)
+        return (m.layer(x) * m.unchanged).square().mean()
+
+    torch.manual_seed(0)
+    model = Model(forward, layer=nn.Linear(6, 6), n=nn.Buffer(torch.tensor(4096.0)), e=nn.Buffer(torch.ones(6)),
+                  unchanged=nn.Buffer(torch.ones(6)))
+    model.layer.n, model.plain = nn.Buffer(torch.tensor(4096.0)), torch.tensor(4096.0)
+    model.held, model.listed = {"n": torch.tensor(4096.0)}, [torch.tensor(4096.0)]
+    batch = torch.full((3, 6), 2.0)
+    states = [trained(entry, model, [(batch,)] * 3, level, returns=lambda m: (
+        m.n, m.e, m.plain, m.layer.n, m.held["n"], m.listed[0]), inner="eager") for entry in (entry, "eager")]
+    for one, other in zip(*(each[3:] for each in states), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
 
 
 # Two arguments in the memory of a.
