@@ -44,7 +44,7 @@ class Communication:
         what: names it in errors: "collectives of graph 0".
         items: JSON-able descriptions, in order, the same on every rank.
         mode: returns "train" or "eval", the mode of the model, or "" where none is known; for errors.
-        numbers: returns what each run may change and every rank is to have alike, learning rates, by name.
+        numbers: returns what may be others at each run, and every rank is to have alike: of an optimizer's groups, by name.
         agreed: whether all ranks have compared it before.
     """
 
@@ -146,7 +146,7 @@ class Agreement:
         if device_of_group(self.group).type == "cpu":  # otherwise a rank may have gone on, and would not come
             with explained(self.group, "the explanation of an error"):
                 items = [{"model, in the order they were made": self._number}, *run.items]
-                items += [["numbers of the optimizer", dict(numbers)]] if (numbers := run.numbers()) else []
+                items += [dict(numbers)] if (numbers := run.numbers()) else []
                 dist.all_gather_object(posts, [run.what, items, run.mode()], self.group)
         after = ("\nIt happened in the step before, whose gradients are the same on every rank, and may be averages over "
                  "different steps: go back to a checkpoint.") if late else ""
@@ -186,11 +186,10 @@ def check_alive(group: dist.ProcessGroup | None) -> None:
 
 
 def _narrowed(a: Any, b: Any) -> tuple[Any, Any]:
-    """Return of two mappings with the same keys only what differs, and anything else as it is."""
-    if not (isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys()):
+    """Return of two mappings only what differs, and anything else as it is."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
         return a, b
-    apart = [key for key in a if a[key] != b[key]]
-    return {key: a[key] for key in apart}, {key: b[key] for key in apart}
+    return tuple({key: x[key] for key in x if x[key] != other.get(key, _NOTHING)} for x, other in ((a, b), (b, a)))
 
 
 def _differing_keys(a: Any, b: Any, rank: int) -> str:

@@ -42,6 +42,15 @@ class Hyperparameters:
                     self.numbers[scalar] = number
 
 
+def constants_of(optimizers: Iterable[torch.optim.Optimizer], scheduled: Set[Option]) -> dict[str, float]:
+    """Return the numbers of groups that are constants of the graph, by name: "betas[0] of group 1 of AdamW"."""
+    return {f"{name}{f'[{at}]' if several else ''} of group {place} of {type(optimizer).__name__}": float(number)
+            for owner, optimizer in enumerate(optimizers) for place, group in enumerate(optimizer.param_groups)
+            for name, option in group.items() if name not in ("lr", "params") and (owner, place, name) not in scheduled
+            for several in [isinstance(option, (tuple, list))] for at, number in enumerate(option if several else [option])
+            if isinstance(number, (int, float))}
+
+
 def read_options(optimizers: Iterable[torch.optim.Optimizer], before: Mapping[Option, Any],
                  scheduled: Set[Option]) -> tuple[dict[Option, Any], set[Option]]:
     """Return what a schedule may change besides learning rates, as it is now, and what of it is an input of the graph.

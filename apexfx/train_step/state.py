@@ -22,7 +22,7 @@ from ..optimizers.update_rules import Option
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
 from .components import Components
-from .hyperparameters import read_options
+from .hyperparameters import constants_of, read_options
 from .mean import StepMean
 from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, trained_parameters
@@ -45,6 +45,7 @@ class StepState:
         plan: what happens to the gradients, and in what.
         schedulable: what a schedule may change, learning rates aside, as it is.
         scheduled: what of it is an input of the graph.
+        constants: the other numbers of the optimizers' groups.
     """
 
     params: list[Tensor] = field(default_factory=list)
@@ -55,6 +56,7 @@ class StepState:
     plan: Plan = Plan()
     schedulable: dict[Option, Any] = field(default_factory=dict)
     scheduled: set[Option] = field(default_factory=set)
+    constants: dict[str, float] = field(default_factory=dict)
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:
@@ -63,8 +65,8 @@ class StepState:
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """What a schedule may change of the optimizers, where they update in the graph."""
-        return self.optimizer.hyperparameters.numbers if self.optimizer is not None else {}
+        """Those of the optimizers' groups, where they update in the graph, by name."""
+        return {**self.constants, **self.optimizer.hyperparameters.numbers} if self.optimizer is not None else {}
 
     @functools.cached_property
     def compared(self) -> list[tuple[str, Tensor]]:
@@ -117,7 +119,7 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
         **({MEANS: means} if means is not None else {})})
     parts = with_updates(components.parts, state.parts() if state is not None else ())
     plan = registered(Plan(parts, slots_of(rows), options.keep_grads or state is None))
-    return StepState(params, names, rows, sums, state, plan, schedulable, scheduled)
+    return StepState(params, names, rows, sums, state, plan, schedulable, scheduled, constants_of(optimizers, scheduled))
 
 
 class TrainingState:

@@ -73,7 +73,7 @@ class StepCompiler:
         on_loss: called before each run, with `is_mean` for a loss that is a `Mean`, and `present`, for each parameter whether it
             has a gradient.
         states: returns the optimizer's state, which is in memory whether a graph takes it or not.
-        numbers: returns what a schedule may change, which every rank is to have alike.
+        numbers: returns those of the optimizers' groups, which every rank is to have alike.
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.

@@ -261,11 +261,11 @@ def test_ranks_that_would_update_otherwise_are_told(rank, world_size):
     model, batch = nn.Linear(3, 2), (torch.ones(4, 3), torch.ones(4, 2))
     step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, inner="eager",
                              shard="optimizer")
-    for name, value in (("lr", 0.2), ("weight_decay", 0.5)):  # one rank changes it later
+    for name, value in (("lr", 0.2), ("weight_decay", 0.5), ("maximize", True)):  # one rank changes it later
         step(*batch)
         group, before = step.optimizer.param_groups[0], copy.deepcopy(model.state_dict())
         group[name] = value if rank else group[name]
-        with pytest.raises(apexfx.RankMismatchError, match=f"{name}_0: rank 0 has .*, rank 1 has {value}"):
+        with pytest.raises(apexfx.RankMismatchError, match=f"{name}.*: rank 0 has .*, rank 1 has {float(value)}"):
             step(*batch)
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
         group[name] = value
