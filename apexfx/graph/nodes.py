@@ -24,6 +24,7 @@ from .._torch import (
     FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
+    OpOverloadPacket,
     enable_python_dispatcher,
     get_decompositions,
     make_fx,
@@ -267,7 +268,8 @@ def _parameters(target: Callable[..., Any]) -> dict[str, tuple[int, Any]]:
         parameters = inspect.signature(target).parameters.values()
     except (ValueError, TypeError):  # written in C: those of the op of its name, where that has no two overloads
         packet = getattr(torch.ops.aten, getattr(target, "__name__", ""), None)
-        overloads = [name for name in packet.overloads() if not name.endswith("out")] if packet is not None else []
+        names = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
+        overloads = [name for name in names if not name.endswith("out")]
         return _parameters(getattr(packet, overloads[0])) if len(overloads) == 1 else {}
     return {p.name: (place, None if p.default is p.empty else p.default) for place, p in enumerate(parameters)}
 

@@ -41,6 +41,7 @@ def test_an_argument_that_was_not_passed_is_its_default():
     assert argument(graph.call_function(torch.batch_norm, (x, None, None, None, None, True)), "training") is True
     assert argument(graph.call_function(F.rms_norm, (x, [3])), "eps") is None
     assert argument(graph.call_function(torch.mean, (x, 0)), "dtype") is None  # which has no single signature
+    assert argument(graph.call_function(torch.Tensor.__eq__, (x, x)), "dtype") is None  # which is no op's name
 
 
 def test_refake_follows_a_new_dtype():
