@@ -2,7 +2,7 @@
 
     python benchmarks/sharded.py [--depth 4] [--width 192] [--rounds 15] [--json results/sharded.json]
     python benchmarks/sharded.py --muon [--products float32] --depth 4 --width 96 --json results/sharded_muon.json
-    python benchmarks/sharded.py --update [--json results/sharded_update.json]
+    python benchmarks/sharded.py --update [--counted] [--json results/sharded_update.json]
     python benchmarks/sharded.py --memory 2 4 --depth 8 --width 512 --batch 32 --json results/sharded_memory.json \\
         --picture ../docs/sharded_memory.svg
     python benchmarks/sharded.py --update --memory 2 4 --depth 8 --width 512 --batch 32 --json results/sharded_update_memory.json
@@ -22,6 +22,8 @@ none, Muon would be all that is measured.
 
 With --update: steps with `shard="optimizer"` against the same ones with `ddp=True` alone, without clipping and with it.
 
+With --counted: behind the link alone, by the time of its processor and of waits, which other work does not change (slow_link.py).
+
 With --memory: MiB that a rank of so many has more, once model, optimizer and step are there and have made two steps, and what
 `report.memory()` says of it; a picture of that.
 """
@@ -33,6 +35,7 @@ import functools
 import gc
 import itertools
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,7 +130,7 @@ def batch_of(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
     return torch.randn(options.batch, options.width), torch.randint(0, 10, (options.batch,))
 
 
-def measure(options: argparse.Namespace, link: str) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, link: str, clock: Callable[[], float] = time.perf_counter) -> list[dict[str, Any]]:
     """Return the rows of one rank; every rank has to call it."""
     sizes = options.depth, options.width
     if options.products == "float32":
@@ -142,7 +145,7 @@ def measure(options: argparse.Namespace, link: str) -> list[dict[str, Any]]:
             "eager loop": loop_of(sharded(*sizes)), BASE: loop_of(sharded(*sizes, compiled=True)),
             PREFETCHING: loop_of(sharded(*sizes, compiled=True, prefetching=True)), "train_step": step_of(sharded(*sizes))}, BASE
     calls = {name: functools.partial(step, *batch_of(options)) for name, step in steps.items()}
-    times = harness.interleave(calls, rounds=options.rounds + 3, before=lambda _: dist.barrier())
+    times = harness.interleave(calls, rounds=options.rounds + 3, clock=clock, before=lambda _: dist.barrier())
     times = {name: taken[3:] if dist.get_backend() == "fake" else harness.slowest(taken[3:]) for name, taken in times.items()}
     rows = []
     for name, taken in times.items():
@@ -157,8 +160,9 @@ def measure(options: argparse.Namespace, link: str) -> list[dict[str, Any]]:
 
 def measure_behind_link(options: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    slow_link.connect(1e6 * MEGABYTES_PER_S, num_ranks=2)
-    return measure(options, f"{MEGABYTES_PER_S} MB/s")
+    kind = slow_link.CountedLink if options.counted else slow_link.SlowLink
+    link = slow_link.connect(1e6 * MEGABYTES_PER_S, num_ranks=2, kind=kind)
+    return measure(options, f"{MEGABYTES_PER_S} MB/s", link.clock if options.counted else time.perf_counter)
 
 
 def held(options: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
@@ -209,7 +213,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--muon", action="store_true")
     parser.add_argument("--products", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--update", action="store_true")
+    for name in ("update", "counted"):
+        parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--memory", type=int, nargs="+", metavar="RANKS")
     for name in ("json", "picture"):
         parser.add_argument(f"--{name}", type=Path)
@@ -221,7 +226,8 @@ def main() -> None:
         if options.picture is not None:
             options.picture.write_text(picture(rows))
     else:
-        rows = [*harness.on_ranks(measure, options, "gloo"), *harness.in_new_process(measure_behind_link, options)]
+        rows = [] if options.counted else harness.on_ranks(measure, options, "gloo")
+        rows += harness.in_new_process(measure_behind_link, options)
     print(tabulate(rows, headers="keys", floatfmt=".2f"))
     harness.write_record(options.json, threads=1, depth=options.depth, width=options.width, batch=options.batch, rows=rows)
 

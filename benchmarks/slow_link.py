@@ -3,6 +3,8 @@
 A thread that sleeps serves the collectives one after the other, as a network serves one communicator. Buffers stay as they are: a
 run measures when communication starts and is waited for, and nothing else. Of several ranks one is there: gathers and
 reduce_scatters take what a ring sends, in which time the thread puts this rank's part in the place of all.
+
+`CountedLink` counts a rank's processor time, and what its waits would take: on a machine that others share.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class SlowWork(dist._Work):
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._future: torch.futures.Future = torch.futures.Future()
+        self.when_waited: Callable[[], None] = lambda: None
 
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
@@ -34,6 +37,7 @@ class SlowWork(dist._Work):
 
     def wait(self, timeout: Any = None) -> bool:
         self._done.wait()
+        self.when_waited()
         if self._error is not None:
             raise self._error
         return True
@@ -82,8 +86,11 @@ class SlowLink(dist.ProcessGroup):
             num_bytes = sum(t.numel() * t.element_size() for t in tensors)
         else:
             num_bytes = sum(t.numel() * t.element_size() for t in whole) * (n - 1) // n
-        self._queue.put((work, num_bytes, copy))
+        self._take(work, num_bytes, copy)
         return work
+
+    def _take(self, work: SlowWork, num_bytes: int, copy: Callable[[], None]) -> None:
+        self._queue.put((work, num_bytes, copy))
 
     # torch.compile looks into Python that runs below it; a real process group has none.
 
@@ -157,18 +164,45 @@ class SlowLink(dist.ProcessGroup):
         return "0"
 
 
+class CountedLink(SlowLink):
+    """The link by the processor's time of the thread that communicates, to which a wait adds what the link has yet to do."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._waited = self._free = 0.0
+
+    def clock(self) -> float:
+        """Return the seconds so far."""
+        return time.thread_time() + self._waited
+
+    @torch.no_grad()
+    def _take(self, work: SlowWork, num_bytes: int, copy: Callable[[], None]) -> None:
+        start = self.clock()
+        copy()
+        self._waited -= self.clock() - start
+        begin = max(start, self._free)
+        self._free = end = begin + self.latency_s + num_bytes / self.bytes_per_s
+        self.busy.append((begin, end))
+
+        def when_waited() -> None:
+            self._waited += max(0.0, end - self.clock())
+
+        work.when_waited = when_waited
+        work.finish()
+
+
 def _at_once(tensors: Any) -> SlowWork:
     work = SlowWork(tensors)
     work.finish()
     return work
 
 
-def connect(bytes_per_s: float, latency_s: float = 200e-6, num_ranks: int = 1) -> SlowLink:
+def connect(bytes_per_s: float, latency_s: float = 200e-6, num_ranks: int = 1, kind: type[SlowLink] = SlowLink) -> SlowLink:
     """Make the slow link the default process group, and return it."""
     links: list[SlowLink] = []
 
     def create(_store: Any, rank: int, size: int, _timeout: Any) -> SlowLink:
-        links.append(SlowLink(rank, size))
+        links.append(kind(rank, size))
         return links[-1]
 
     SlowLink.bytes_per_s, SlowLink.latency_s = bytes_per_s, latency_s

@@ -314,6 +314,8 @@ FAULTS = (
     # Of an update that is shared over the ranks.
     Fault("rows are copied before the update that is in the backward", "passes/update_early.py",
           "self._waited | copies", "self._waited", _SHARED_UPDATE),
+    Fault("a sum of rows is waited for in front of the next start", "passes/update_early.py",
+          "if is_gathered and following is not wait else", "if not is_gathered else", _SHARED_UPDATE),
     Fault("a gather is behind the last update of its bucket", "passes/gather_updated.py",
           "max(user for rows in members for user in rows.users)", "min(rows for rows in members)", _SHARED_UPDATE),
     Fault("state that was loaded whole becomes rows", "optimizers/update_rules.py",

@@ -41,7 +41,8 @@ class _Gather(torch.autograd.Function):
         flat = flatten_bucket(list(rows), offsets, sum(sizes), rows[0].dtype)
         gathered = c10d.wait_tensor.default(c10d.all_gather_into_tensor.default(flat, world_size, group))
         parts = gathered.view(world_size, -1).split(sizes, 1)
-        return tuple(part.reshape(world_size * height, *each.shape[1:])[:length]
+        # By rows: of parts that are flat Inductor makes copies without vectors.
+        return tuple(part.unflatten(1, (height, *each.shape[1:])).flatten(0, 1)[:length]
                      for part, height, each, length in zip(parts, heights, rows, lengths))
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import OpOverload
+from ..buckets.flops import node_flops
 from ..buckets.plan import default_message_size
 from ..buckets.windows import MARK, Window, windows
 from ..graph.collectives import is_collective, is_wait
@@ -31,7 +33,8 @@ class UpdateEarly(Pass):
 
     A part holds the parameters of one bucket; without buckets, about as many as a bucket would. It goes after the last node
     that reads one of its parameters. Where its gradients come from an allreduce, their wait comes along, and goes right after
-    the start of the next one: two buckets at a time are alive. An update that waits for all gradients, for their norm or for
+    the start of the next one: two buckets at a time are alive. A sum of rows, whose update is gathered, is waited for halfway
+    to there, so that sum and gather both travel meanwhile. An update that waits for all gradients, for their norm or for
     whether they are finite, stays where it is.
 
     Before:  dw2 = mm; dx2 = mm(w2); dw1 = mm; adam_([w1, w2], [dw1, dw2], ...)
@@ -110,6 +113,20 @@ def _parts(update: fx.Node) -> Iterator[list[int]]:
     yield part
 
 
+def _amid(start: fx.Node, following: fx.Node) -> fx.Node:
+    """Return the node between the starts of two sums behind which half of the products there are left.
+
+    The second itself where there are none, or where it is short beside the gather that would come in front of it.
+    """
+    between = [start]
+    while between[-1].next is not following:
+        between.append(between[-1].next)
+    flops = list(accumulate(map(node_flops, between)))
+    if not flops[-1] or 2 * value(following).numel() < value(start).numel():
+        return following
+    return next(node for node, done in zip(between, flops) if 2 * done >= flops[-1])
+
+
 class _Part:
     """Some of the parameters of an update.
 
@@ -142,7 +159,9 @@ class _Part:
         for wait in filter(is_wait, self._waited):
             starts = [node for node in self._places if is_collective(node) and MARK in node.meta]
             place = self._places[wait.args[0]]
-            behind.add(next((start for start in starts if self._places[start] > place), wait))
+            following = next((start for start in starts if self._places[start] > place), wait)
+            is_gathered = any(self.update.args[0][i].op != "placeholder" for i in self.members)  # rows of parameters
+            behind.add(_amid(wait.args[0], following) if is_gathered and following is not wait else following)
         lists = [argument for argument in self.update.args if isinstance(argument, (list, tuple)) and argument]
         own = {tensors[i] for tensors in lists for i in self.members}
         for tensor in own.intersection(written(self.update)):

@@ -221,6 +221,18 @@ def test_the_parts_of_a_step_are_those_of_ddp():
     run_ranks(ends, 2)
 
 
+def test_a_sum_and_its_gather_travel_between_two_starts():
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
+    with fake_process_group(2):
+        step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), opt_level="O0", inner="eager",
+                                 ddp=apexfx.BucketConfig(message_size=512), shard="optimizer")
+        step(torch.randn(4, 16), torch.randn(4, 16))
+    words = {"reduce_scatter_tensor": "sum", "all_gather_into_tensor": "gather", "mm.default": "product"}
+    lines = step.report.code(stage="step").partition("reduce_scatter_tensor")[2].splitlines()
+    order = [said for line in lines for word, said in words.items() if f".{word}" in line]
+    assert order == [*["product"] * 2, "gather", *["product"] * 2, "sum", "product", "gather", "product", "sum", "gather"]
+
+
 @table(2, "num_ranks", [2, 4, 8])
 def test_state_is_a_share_and_no_more_bytes_travel_than_without(num_ranks):
     """In float32. At O2 a float32 gather stands beside a sum in half: half as many bytes again as an allreduce in half."""

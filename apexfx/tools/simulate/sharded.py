@@ -4,8 +4,9 @@ A model under `fully_shard` gathers a group of parameters in front of what reads
 in the backward it does so again, but for the model's own group and the one that the forward gathered last. A group's gradients
 are summed so that each rank has its rows. `shard="optimizer"` sums buckets so, and gathers what was updated of each.
 
-A sum is waited for behind the start of the next one, and there its update follows. Where gradients are clipped, all updates wait
-for their norm, a sum of two numbers more; buckets are waited for in front of that.
+A sum is waited for behind the start of the next one, and there its update follows; that of a bucket halfway to there, unless the
+next is short, so that its gather travels before that. Where gradients are clipped, all updates wait for their norm, a sum of two
+numbers more; buckets are waited for in front of that.
 
 Matrices that Muon updates are exchanged in the end, in front of updates that wait for a norm: rows of each go to the rank that
 makes it orthogonal, and back; with `shard="optimizer"` all of it to all ranks, in the place of a gather of what was updated.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...buckets.bucket import GradientSpec, Slot
@@ -167,6 +168,7 @@ class _Sums:
         self._left = [_Rows.of(number, own, size, rank.num_ranks) for number, (own, size) in members.items()]
         self._started, self._awaited = list[_Rows](), list[_Rows]()
         self._gathering: _Rows | None = None
+        self._begun = 0  # the place in the program behind the last start
 
     def start(self, ready: set[str]) -> None:
         for rows in list(self._left):
@@ -177,14 +179,34 @@ class _Sums:
 
     def _start(self, rows: _Rows) -> None:
         self._left.remove(rows)
+        waits = [before for before in self._started[-1:]
+                 if self._name == "group" or not self._rank.clips and before.number in self._updated]
+        if waits and self._name == "bucket" and 2 * rows.num_bytes >= waits[0].num_bytes:
+            self._end_amid(waits.pop())
         fill = self._rank.costs.fill.seconds(len(rows.parameters), rows.num_bytes)
         self._rank.program.append(Work(f"fill {self._name} {rows.number}", fill, "fill"))
         self._rank.collective("reduce_scatter", f"{self._name} {rows.number}", rows.num_bytes)
-        before = self._started[-1:]
         self._started.append(rows)
         self._awaited.append(rows)
-        if before and (self._name == "group" or not self._rank.clips and before[0].number in self._updated):
-            self._end(before[0])
+        self._begun = len(self._rank.program)
+        for before in waits:
+            self._end(before)
+
+    def _end_amid(self, rows: _Rows) -> None:
+        """End a sum where half of the backward since its start is left."""
+        program = self._rank.program
+        since = program[self._begun:]
+        del program[self._begun:]
+        half = sum(task.seconds for task in since if isinstance(task, Work) and task.kind == "backward") / 2
+        while since and half > 0:
+            if isinstance(task := since.pop(0), Work) and task.kind == "backward":
+                if task.seconds > half:
+                    since.insert(0, replace(task, seconds=task.seconds - half))
+                    task = replace(task, seconds=half)
+                half -= task.seconds
+            program.append(task)
+        self._end(rows)
+        program += since
 
     def _end(self, rows: _Rows) -> None:
         self._awaited.remove(rows)

@@ -98,9 +98,10 @@ def test_a_sharded_update_by_hand():
     config = BucketConfig(message_size=4)
     made = simulate(profile_of(), NETWORK, 2, config, shard="optimizer")
     found = spans(made)
-    assert (found["bucket 0"], found["update 0"], found["gather 0"]) == ((6.0, 10.0), (10.0, 11.0), (14.0, 18.0))
-    assert (found["bucket 1"], found["update 1"], found["gather 1"]) == ((10.0, 14.0), (14.0, 15.0), (18.0, 22.0))
-    assert made.step_s == 22.0
+    # Halfway through a's backward, at 7.5, b's sum is waited for, so that a's is started at 12.5.
+    assert (found["bucket 0"], found["update 0"], found["gather 0"]) == ((6.0, 10.0), (10.0, 11.0), (11.0, 15.0))
+    assert (found["bucket 1"], found["update 1"], found["gather 1"]) == ((15.0, 19.0), (19.0, 20.0), (20.0, 24.0))
+    assert made.step_s == 24.0
     clipped = simulate(profile_of(), NETWORK, 2, config, shard="optimizer", clips=True)
     assert spans(clipped)["norm"][0] == 14.0 and [gather.begin for gather in clipped.gathers] == [24.0, 28.0]
 
