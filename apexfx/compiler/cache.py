@@ -14,6 +14,7 @@ import inspect
 import json
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,13 +49,15 @@ def package_digest() -> str:
 def pass_digest(pass_: Pass) -> str | None:
     """Return a hash of a user pass's source and options, or None when either cannot be read.
 
+    What it calls counts where it is loaded and in a module of the same top-level package; of others it does not.
     A pass that does not override `options()` counts with its attributes: one forgotten would be a stale cache hit.
     """
     options = pass_.options()
     if type(pass_).options is Pass.options:
         options = {name: option for name, option in vars(pass_).items() if name != "matches"}
     try:
-        return hashlib.sha256((_source(type(pass_), Pass) + json.dumps(options, sort_keys=True)).encode()).hexdigest()
+        return hashlib.sha256((_source(type(pass_), Pass) + json.dumps(options, sort_keys=True)).encode()
+                              + _package(type(pass_).__module__.partition(".")[0])).hexdigest()
     except (OSError, TypeError):
         return None
 
@@ -71,6 +74,13 @@ def source_digest(cls: type, base: type, more: str = "") -> str:
 def _source(cls: type, base: type) -> str:
     """Return the text of whole files: a class calls its neighbours."""
     return "".join(Path(inspect.getfile(each)).read_text() for each in cls.__mro__[: cls.__mro__.index(base)])
+
+
+def _package(name: str) -> bytes:
+    """Return what is in the files of all modules of a top-level package that are loaded; ours is in `package_digest`."""
+    loaded = [(each, getattr(module, "__file__", None)) for each, module in sorted(sys.modules.items())
+              if name != __name__.partition(".")[0] and each.partition(".")[0] == name]
+    return b"".join(Path(file).read_bytes() for _, file in loaded if file)
 
 
 def uuid(config: dict[str, Any], passes: Sequence[Pass], facts: dict[str, Any]) -> str | None:

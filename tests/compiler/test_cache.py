@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,22 @@ def test_everything_counts(monkeypatch):
     monkeypatch.setattr(cache, "package_digest", lambda: "an edited pass of ours")
     keys.append(key())
     assert len(set(keys)) == len(keys)
+
+
+def test_what_a_pass_calls_in_its_package_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "own_passes"
+    package.mkdir()
+    texts = {"__init__": "", "helper": "def factor(): return 1.0\n", "halve": (
+        "import apexfx\nfrom .helper import factor\nclass Halve(apexfx.Pass):\n    name, stage = 'halve', 'backward'\n")}
+    for name, text in texts.items():
+        (package / f"{name}.py").write_text(text)
+    halve = importlib.import_module("own_passes.halve").Halve
+    keys = [key(passes=[halve()]), key(passes=[halve()])]
+    (package / "helper.py").write_text("def factor(): return 2.0\n")
+    assert keys[0] == keys[1] != key(passes=[halve()])
+    for name in ("own_passes", "own_passes.helper", "own_passes.halve"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_every_room_of_the_package_counts(monkeypatch):
