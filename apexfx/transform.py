@@ -159,7 +159,10 @@ class Inspection:
         return get_compiled(self).report
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
-        """Capture and compile the graphs for these inputs now, leaving buffers and random state as they were."""
+        """Capture and compile the graphs for these inputs now, leaving parameters, buffers and random state as they were.
+
+        The forward runs: inputs and other attributes are as it leaves them. Parameters are held twice meanwhile.
+        """
         return get_compiled(self).capture(self, args, kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -289,11 +289,16 @@ class CompiledModel:
 
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         self._capturing = True
+        parameters = [(p, p.detach().clone()) for p in model.parameters()]
         try:
             with left_as_it_was(model), functorch_config.patch(force_non_lazy_backward_lowering=True):
                 model(*args, **kwargs)
         finally:
             self._capturing = False
+            with torch.no_grad():
+                for p, old in parameters:
+                    if not torch.equal(p, old):
+                        p.copy_(old)
         return self.report
 
 
