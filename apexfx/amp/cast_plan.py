@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .._torch import OpOverloadPacket, overload_of
 from ..config import HALVES
+from ..graph.mutation import written
+from ..graph.nodes import Call, argument
 from ..precision.policy import (
     additive_mask,
     asked_dtype,
@@ -134,9 +137,11 @@ class CastPlan:
             kwargs, key = {}, (*kinds, *nests)
         if self.name == "einsum":
             key = (*key, *(arg for arg in args[:1] if isinstance(arg, str)))
+        elif self.name == "embedding_bag":  # which may write its weights
+            key = (*key, argument(Call(func, args, kwargs), "max_norm") is None)
         decision = self._decisions.get(key)
         if decision is None:
-            decision = self._decisions[key] = self._decide(args, kwargs, kinds)
+            decision = self._decisions[key] = self._decide(func, args, kwargs, kinds)
         rule, targets, half, wide, places = decision
         executor = self.executor
         if targets is not None and executor.any_user_cast and self._is_left_to_user(rule, args, kwargs):
@@ -178,7 +183,7 @@ class CastPlan:
                 by_position[place] = cast
         return by_position, by_name
 
-    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[Any]) -> Decision:
+    def _decide(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[Any]) -> Decision:
         in_place, out = kwargs.get("inplace") is True, kwargs.get("out") is not None
         rule = self.rule
         if rule is None:
@@ -192,6 +197,9 @@ class CastPlan:
             targets = decide(rule, [result[0], *kinds], self.executor.half)[1:]
         else:
             targets = decide(rule, operand_dtypes(self.name, args, kwargs, kinds), self.executor.half)
+        flat = [*leaves((*args, *kwargs.values()))]
+        if any(flat[place] is tensor for tensor in written(_call(func, args, kwargs)) for place, to in enumerate(targets) if to):
+            targets = (None,) * len(kinds)  # a write to a cast would be lost: all is as the program gives it
         wide = _WIDE in kinds
         half = narrow([target or kind for target, kind in zip(targets, kinds)]) if wide and "dtype" not in kwargs else None
         masked = isinstance(additive_mask(self.name, args, kwargs), Tensor)
@@ -203,6 +211,10 @@ class CastPlan:
         if rule.family == "foreign":
             return all(hasattr(t, USER_CAST) for t in tensors if t.dtype == self.executor.half)
         return left_to_user(rule, [t.dtype for t in tensors], [hasattr(t, USER_CAST) for t in tensors])
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    return Call(overload_of(func, args, kwargs) if isinstance(func, OpOverloadPacket) else func, args, kwargs)
 
 
 class _Recast:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import HigherOrderOperator, OpOverload, below_functorch, tree_leaves
-from .nodes import argument, graphs, value
+from .nodes import Call, argument, graphs, value
 from .op_names import canonical_name
 
 _READS_DESPITE_NAME = ("requires_grad_", "retain_grad_")
@@ -26,7 +26,7 @@ def storages(val: Any) -> frozenset[StorageWeakRef]:
     )
 
 
-def writes_first(node: fx.Node) -> bool:
+def writes_first(node: fx.Node | Call) -> bool:
     """Return whether `node` writes its first argument: `add_`, `operator.iadd`, `relu(inplace=True)`, `x[i] = y`."""
     if isinstance(node.target, OpOverload):
         info = node.target._schema.arguments[0].alias_info if node.target._schema.arguments else None
@@ -39,8 +39,8 @@ def writes_first(node: fx.Node) -> bool:
     return bool(argument(node, "inplace"))
 
 
-def written(node: fx.Node) -> list[fx.Node]:
-    """Return the argument nodes that `node` writes in place."""
+def written(node: fx.Node | Call) -> list[Any]:
+    """Return the argument nodes that `node` writes in place, or the tensors that a call does."""
     if node.op not in ("call_function", "call_method"):
         return []
     if isinstance(node.target, HigherOrderOperator):
@@ -53,17 +53,17 @@ def written(node: fx.Node) -> list[fx.Node]:
         sources += statistics(node)  # which schemas do not name
         if canonical_name(node.target) in ("embedding", "embedding_bag") and argument(node, "max_norm") is not None:
             sources.append(argument(node, "weight"))
-    return [source for source in tree_leaves(sources) if isinstance(source, fx.Node)]
+    return [source for source in tree_leaves(sources) if isinstance(source, (fx.Node, Tensor))]
 
 
-def statistics(node: fx.Node) -> list[Any]:
+def statistics(node: fx.Node | Call) -> list[Any]:
     """Return the running statistics among the arguments of a batch or instance norm; empty for any other node."""
     if canonical_name(node.target) not in _WITH_STATISTICS:
         return []
     return [argument(node, "running_mean"), argument(node, "running_var")]
 
 
-def _written_by_schema(node: fx.Node) -> list[Any]:
+def _written_by_schema(node: fx.Node | Call) -> list[Any]:
     sources: list[Any] = []
     for place, parameter in enumerate(node.target._schema.arguments):
         if parameter.alias_info is not None and parameter.alias_info.is_write:

@@ -13,8 +13,8 @@ import operator
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -247,7 +247,16 @@ def refake_copies(gm: fx.GraphModule) -> None:
         seen.add(id(val))
 
 
-def argument(node: fx.Node, name: str) -> Any:
+class Call(NamedTuple):
+    """A call outside of a graph, of tensors in the place of nodes."""
+
+    target: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    op: str = "call_function"
+
+
+def argument(node: fx.Node | Call, name: str) -> Any:
     """Return the argument `name` of a call, however it was passed; else its default, or None where there is none.
 
     Nothing is known of the parameters of a method, nor of a function written in C that has several signatures.

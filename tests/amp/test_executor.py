@@ -109,6 +109,29 @@ def test_in_place_functions_keep_their_own_dtype(half):
         assert torch.add(ones(4), ones(4), out=ones(4, dtype=half)).dtype == half
 
 
+@torch.library.custom_op("tests_executor::bump", mutates_args=("x",))
+def bump(x: torch.Tensor, y: torch.Tensor) -> None:
+    x.add_(y)
+
+
+WRITES = {
+    "custom op": lambda x, w: bump(x, w),
+    "packet": lambda x, w: torch.ops.tests_executor.bump(x, w),
+    "overload": lambda x, w: torch.ops.tests_executor.bump.default(x, w),
+    "instance_norm": lambda x, w: F.instance_norm(2 * w[None], x, x + 1, use_input_stats=True),
+    "embedding_bag": lambda x, w: F.embedding_bag(ones(1, 2).long(), x.view(4, 1), max_norm=0.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_an_op_writes_is_no_copy(write, half):
+    x, w = ones(4, dtype=half), ones(4, 4, dtype=half)
+    with CastExecutor(half):
+        F.embedding_bag(ones(1, 2).long(), x.view(4, 1), max_norm=None)  # what a call reads alone is cast
+        WRITES[write](x, w if "norm" in write else w[0])
+    assert not torch.equal(x, ones(4, dtype=half))
+
+
 def test_a_dtype_named_in_the_call_is_kept():
     with CastExecutor(B):
         assert F.softmax(ones(4, dtype=B), -1, dtype=torch.float64).dtype == torch.float64
