@@ -128,6 +128,8 @@ def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[An
         raise TypeError(f"apexfx: check_loop() was called with {', '.join(type(x).__name__ for x in (step, update, batches))}, "
                         "expected check_loop(step, update, batches): a step, the function of the loop, and a list of batches")
     check_traceable(step.model, step.options)
+    if any(p.is_complex() for p in step.model.parameters()):
+        raise ValueError("apexfx: check_loop() compares steps in float64, and the model has complex parameters")
     accumulate = step.options.accumulate
     batches = list(batches)
     if not batches or len(batches) % accumulate:
@@ -490,8 +492,8 @@ def _untouched(step: TrainStep, optimizer: Any) -> Iterator[None]:
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: x.detach().clone() if x.is_floating_point() else x.double()
-            for name, x in (*model.named_parameters(), *model.named_buffers()) if not x.is_complex()}
+    return {name: x.detach().clone() if x.is_floating_point() or x.is_complex() else x.double()
+            for name, x in (*model.named_parameters(), *model.named_buffers())}
 
 
 def _changes(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:

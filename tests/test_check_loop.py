@@ -395,6 +395,13 @@ def test_nothing_moves():
         apexfx.check_loop(step, plain, images())
 
 
+def test_complex_parameters_are_refused():
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    step = apexfx.train_step(model, objective=lambda m, x: m(x).abs().sum(), optimizer=sgd(model), opt_level="O0", inner="eager")
+    with pytest.raises(ValueError, match="the model has complex parameters"):
+        apexfx.check_loop(step, plain, images())
+
+
 def test_parameters_of_a_loss_are_refused():
     model, temperature = nn.Linear(6, 4), Temperature()
     optimizer = torch.optim.SGD([*model.parameters(), *temperature.parameters()], lr=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import functools
 import inspect
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from .._torch import attributes_of_program
 
+NUMBERS = (int, float, bool)
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # compared by value
 
 
 def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collection[str]] = {},
                 ) -> Iterator[tuple[tuple[int | None, str], Any]]:
     """Yield (place of a group, option) -> value, and (None, name) -> value of what it keeps beside its groups, and on parameters,
-    and of numbers that its code reads elsewhere.
+    and of constants that its code reads elsewhere.
 
     Args:
         changing: the options of each group that are left out, as learning rates are.
@@ -31,7 +33,7 @@ def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collect
         yield from (((None, name), getattr(optimizer, name)) for name in getattr(optimizer, "own_options", ()))
     else:
         yield from (((None, name), value) for name, value in attributes_of(optimizer).items())
-        yield from (((None, f"{place.name} of its program"), place.value) for place in _numbers_read_by(type(optimizer)))
+        yield from (((None, f"{place.name} of its program"), place.value) for place in _constants_read_by(type(optimizer)))
         params = (p for group in optimizer.param_groups for p in group["params"])
         yield from (((None, f"params[{place}].{name}"), value) for place, p in enumerate(params)
                     for name, value in attributes_of_parameter(optimizer, p).items())
@@ -71,22 +73,37 @@ def comparable_value(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     return value if isinstance(value, _PLAIN) else id(value)
 
 
+def is_plain(value: Any, is_allowed: Callable[[Any], bool] = lambda _: False) -> bool:
+    """Return whether a value leads to no tensor, and to no other object, but for what is allowed: a shadow has the same."""
+    if isinstance(value, (list, tuple, set, dict)):
+        return all(is_plain(part, is_allowed) for part in (*value, *(value.values() if isinstance(value, dict) else ())))
+    return value is None or is_allowed(value) or isinstance(value, (
+        *NUMBERS, str, type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device))
+
+
+def copied(value: Any) -> Any:
+    """Return a copy, of which nothing that a step writes is the original's."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy.deepcopy(value) if is_plain(value) else value.copy() if type(value) in (dict, list, set) else value
+
+
 # ---- of the program -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where code reads a number or a text: `name` of the globals of a module, of a class, or in a cell of a closure."""
+    """Where code reads a constant: `name` of the globals of a module, of a class, or in a cell of a closure."""
 
     name: str
     holder: Any
 
     @property
     def value(self) -> Any:
-        """What is there, where it is a number or a text; else None."""
+        """What is there, where it is plain; else None."""
         held = (self.holder.cell_contents if isinstance(self.holder, types.CellType) else
                 (vars(self.holder) if isinstance(self.holder, type) else self.holder).get(self.name))
-        return held if isinstance(held, _PLAIN) else None
+        return held if is_plain(held) else None
 
     def put_back(self, value: Any) -> None:
         if isinstance(self.holder, types.CellType):
@@ -98,10 +115,11 @@ class _Place:
 
 
 @functools.cache
-def _numbers_read_by(cls: type[torch.optim.Optimizer]) -> list[_Place]:
-    """Return where the methods of a class of a program, and functions that they call of its module, may read numbers."""
+def _constants_read_by(cls: type[torch.optim.Optimizer]) -> list[_Place]:
+    """Return where the methods of a class of a program, and functions that they call of its module, may read constants."""
     owners = [owner for owner in cls.__mro__ if owner.__module__.partition(".")[0] not in ("torch", "apexfx", "builtins")]
-    places = [_Place(name, owner) for owner in owners for name, value in vars(owner).items() if isinstance(value, _PLAIN)]
+    places = [_Place(name, owner) for owner in owners for name, value in vars(owner).items()
+              if is_plain(value)]
     functions = [inspect.unwrap(value) for owner in owners for value in vars(owner).values() if callable(value)]
     for function in functions:  # which grows
         if not isinstance(function, types.FunctionType):
@@ -115,13 +133,13 @@ def _numbers_read_by(cls: type[torch.optim.Optimizer]) -> list[_Place]:
 
 
 @contextlib.contextmanager
-def numbers_put_back(cls: type[torch.optim.Optimizer]) -> Iterator[list[str]]:
-    """Put numbers of the program back that code of a class writes in this context; the names of those are then in the list."""
-    before, written = [(place, place.value) for place in _numbers_read_by(cls)], []
+def constants_put_back(cls: type[torch.optim.Optimizer]) -> Iterator[list[str]]:
+    """Put constants of the program back that code of a class writes in this context; the names of those are then in the list."""
+    before, written = [(place, copied(place.value), comparable_value(place.value, id)) for place in _constants_read_by(cls)], []
     try:
         yield written
     finally:
-        for place, value in before:
-            if place.value is not value and place.value != value:
+        for place, value, was in before:
+            if repr(comparable_value(place.value, id)) != repr(was):
                 written.append(place.name)
                 place.put_back(value)

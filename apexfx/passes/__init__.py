@@ -83,11 +83,19 @@ class Context:
 
 @dataclass(frozen=True)
 class Row:
-    """One built-in pass: the option that asks for it, and how it is made; `build` returns None when it was not asked."""
+    """One built-in pass.
+
+    Attributes:
+        pass_type: its class.
+        option: what asks for it.
+        build: makes it; returns None when it was not asked for.
+        needed: why a training step cannot do without it, for the error; "" where it can.
+    """
 
     pass_type: type[Pass]
     option: str
     build: Callable[[TransformConfig, Context], Pass | None]
+    needed: str = ""
 
 
 def _sync_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
@@ -145,6 +153,8 @@ def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return inductor_decompositions()
 
 
+_SHARED = "without which the ranks would not share an update; leave shard= out"
+
 TABLE: tuple[Row, ...] = (
     Row(SyncBatchnorm, "sync_bn=True", _sync_batchnorm),
     Row(Precision, "opt_level=", lambda config, context: None if context.cast_by_policy else Precision(
@@ -153,19 +163,23 @@ TABLE: tuple[Row, ...] = (
     # Under "eager" the graph stays what eager would run, bit for bit.
     Row(FuseBatchnorm, "inner=\"inductor\", where measured faster",
         lambda config, context: FuseBatchnorm() if config.inner == "inductor" else None),
-    Row(GatherShards, "train_step() of a model under fully_shard()", _gather_shards),
-    Row(BucketAllreduce, "ddp=True", functools.partial(_reduction, BucketAllreduce)),
-    Row(ScatterGradients, "train_step(), ddp=True, shard=", functools.partial(_reduction, ScatterGradients)),
+    Row(GatherShards, "train_step() of a model under fully_shard()", _gather_shards,
+        "without which each rank would train on its own rows alone; leave fully_shard() out"),
+    Row(BucketAllreduce, "ddp=True", functools.partial(_reduction, BucketAllreduce),
+        "without which each rank would train on its own gradients; leave ddp=True out"),
+    Row(ScatterGradients, "train_step(), ddp=True, shard=", functools.partial(_reduction, ScatterGradients), _SHARED),
     Row(ScheduleComm, "ddp=True or sync_bn=True",
         lambda config, context: ScheduleComm() if context.gradients is not None or context.batch_norm is not None else None),
     Row(ScheduleShards, "train_step() of a model under fully_shard()", _schedule_shards),
     Row(ChannelsLast, "train_step(), inner=\"inductor\"",
         lambda config, context: ChannelsLast() if context.is_train_step and config.inner != "eager" else None),
-    Row(UnscaleClipUpdate, "train_step()", _unscale_clip_update),
-    Row(SkipWrites, "train_step(), safeguard=", lambda config, context: SkipWrites() if context.safeguard else None),
+    Row(UnscaleClipUpdate, "train_step()", _unscale_clip_update,
+        "which updates the parameters; a training step without it would train nothing"),
+    Row(SkipWrites, "train_step(), safeguard=", lambda config, context: SkipWrites() if context.safeguard else None,
+        "without which safeguard= would keep what a skipped step has written; leave safeguard= out"),
     Row(UpdateEarly, "train_step() without clipping or a loss scale",
         lambda config, context: UpdateEarly() if context.is_train_step else None),
-    Row(GatherUpdated, "train_step(), ddp=True, shard=", _gather_updated),
+    Row(GatherUpdated, "train_step(), ddp=True, shard=", _gather_updated, _SHARED),
     Row(Recompute, "train_step(), inner=\"inductor\" or memory_budget=", _recompute),
 )
 
@@ -200,17 +214,9 @@ def check_names(config: TransformConfig, *, is_train_step: bool = False) -> None
         if any(pass_.name == earlier.name for earlier in config.passes[:place]):
             raise ValueError(f"apexfx: two passes are named {pass_.name!r}, and skip= and reports go by names; give each a class "
                              "attribute `name` of its own")
-    if SkipWrites.name in config.skip:
-        raise ValueError(f"apexfx: skip names {SkipWrites.name!r}, without which safeguard= would keep what a skipped step has "
-                         "written; leave safeguard= out")
-    if UnscaleClipUpdate.name in config.skip:
-        raise ValueError(f"apexfx: skip names {UnscaleClipUpdate.name!r}, which updates the parameters; a training step without "
-                         "it would train nothing")
-    if GatherShards.name in config.skip:
-        raise ValueError(f"apexfx: skip names {GatherShards.name!r}, without which each rank would train on its own rows alone; "
-                         "leave fully_shard() out")
-    if own := [each for each in (ScatterGradients.name, GatherUpdated.name) if each in config.skip]:
-        raise ValueError(f"apexfx: skip names {own[0]!r}, without which the ranks would not share an update; leave shard= out")
+    for row in TABLE if is_train_step else ():
+        if row.needed and row.pass_type.name in config.skip:
+            raise ValueError(f"apexfx: skip names {row.pass_type.name!r}, {row.needed}")
     known = built_in + [p.name for p in config.passes]
     for name in config.skip:
         if name not in known:

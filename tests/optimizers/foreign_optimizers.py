@@ -622,11 +622,11 @@ class OfFloats(Foreign):
         p.sub_(g, alpha=group["lr"])
 
 
-RATE, CALLS = 1.0, 0
+RATE, RATES, CALLS, COUNTS = 1.0, {"rate": 1.0}, 0, {"calls": 0}
 
 
 def _rate():
-    return RATE
+    return RATE * RATES["rate"]
 
 
 def _closed():
@@ -673,3 +673,11 @@ class CountsInClass(Foreign):
 
     def update(self, p, g, state, group):
         p.sub_(g, alpha=group["lr"] / self.calls)
+
+
+class CountsInDictionary(Foreign):
+    def begin(self, group):
+        COUNTS["calls"] += 1
+
+    def update(self, p, g, state, group):
+        p.sub_(g, alpha=group["lr"] / COUNTS["calls"])

@@ -102,8 +102,8 @@ REFUSED = [
     (foreign.Bare, "raises AttributeError"), (foreign.Quantile, "writes by aten.ceil_.default")]
 
 
-COUNTING = [(kind, "counts in Python: '(calls|CALLS)' of its program")
-            for kind in (foreign.CountsInClass, foreign.CountsInModule, foreign.CountsInClosure)]
+COUNTING = [(kind, "counts in Python: '(calls|CALLS|COUNTS)' of its program")
+            for kind in (foreign.CountsInClass, foreign.CountsInModule, foreign.CountsInDictionary, foreign.CountsInClosure)]
 
 
 @pytest.mark.parametrize("kind, reason", REFUSED + COUNTING, ids=lambda each: getattr(each, "__name__", ""))
@@ -174,7 +174,7 @@ def test_what_a_step_reads_of_its_optimizer_is_read_again_where_it_changes(name)
 
 
 PROGRAM = {"a class": lambda: setattr(foreign.OfProgram, "rate", 0.0), "a module": lambda: setattr(foreign, "RATE", 0.0),
-           "a closure": foreign.stop_closure}
+           "a dictionary": lambda: foreign.RATES.update(rate=0.0), "a closure": foreign.stop_closure}
 
 
 @table(1, "name", PROGRAM)
@@ -182,6 +182,7 @@ def test_what_a_step_reads_of_its_program_is_read_again_where_it_changes(name, m
     model = Net()
     monkeypatch.setattr(foreign.OfProgram, "rate", 1.0)
     monkeypatch.setattr(foreign, "RATE", 1.0)
+    monkeypatch.setattr(foreign, "RATES", {"rate": 1.0})
     optimizer = foreign.OfProgram(model.parameters(), lr=0.1)
     step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
     assert "outside of the graph" not in str(step.report)

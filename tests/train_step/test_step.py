@@ -470,11 +470,11 @@ def test_what_is_no_state_of_this_step_is_refused():
     ({"loss_scale": "dynamic"}, {}, 1.0), ({}, {"loss_scale": "dynamic"}, 2.0**16),
     ({"loss_scale": "dynamic"}, {"loss_scale": 128.0}, 128.0), ({"loss_scale": 128.0}, {"loss_scale": "dynamic"}, 128.0),
     ({"loss_scale": 128.0}, {"loss_scale": 4.0}, 4.0),
-    (torch.amp.GradScaler("cpu", init_scale=64.0), {"loss_scale": "dynamic"}, 64.0),
+    (torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100), {"loss_scale": "dynamic"}, 64.0),
     (torch.amp.GradScaler("cpu", init_scale=64.0), {}, 1.0),
 ], ids=["dynamic to none", "none to dynamic", "dynamic to static", "static to dynamic", "static to static",
         "scaler to dynamic", "scaler to none"])
-def test_the_state_of_another_loss_scale_is_loaded_as_far_as_it_fits(saved, loads, scale):
+def test_the_state_of_another_loss_scale_is_loaded_as_far_as_it_fits(saved, loads, scale, caplog):
     state = make(**saved if isinstance(saved, dict) else {}).state_dict()
     if not isinstance(saved, dict):
         saved.scale(torch.ones(()))
@@ -484,6 +484,7 @@ def test_the_state_of_another_loss_scale_is_loaded_as_far_as_it_fits(saved, load
         step(x * math.nan, y)
     step.load_state_dict(state)
     assert step.loss_scale == scale and step.skipped == 0
+    assert ("had {'growth_interval': 100}" in caplog.text) == (not isinstance(saved, dict) and scale == 64.0)
     step(x, y)
 
 
@@ -546,6 +547,7 @@ def test_a_loss_scale_is_float32_whatever_number_is_given():
     ({"loss_scale": "static"}, "loss_scale='static' was given"), ({"loss_scale": 1e-40}, "holds the reciprocal"),
     ({"loss_scale": 1e39}, "holds the reciprocal"), ({"max_grad_norm": -1}, "max_grad_norm=-1 was given"),
     ({"accumulate": 0}, "accumulate=0 was given"), ({"skip": ["unscale_clip_update"]}, "would train nothing"),
+    ({"skip": ["bucket_allreduce"]}, "would train on its own gradients"),
     ({"opt_levle": "O1"}, "did you mean 'opt_level'"), ({"max_grad_nrom": 1.0}, "did you mean 'max_grad_norm'"),
     ({"objective": F.cross_entropy}, "loss_fn= or objective="),
 ])  # fmt: skip

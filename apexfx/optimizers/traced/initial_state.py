@@ -15,9 +15,9 @@ from torch import Tensor
 from ..._torch import as_parameter, muon, not_compiling, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from ...random_state import forked_random
 from ..layout import WHOLE, Layout
-from ..settings import attributes_of, attributes_of_parameter, reads_groups_alone
+from ..settings import attributes_of, attributes_of_parameter, copied, is_plain, reads_groups_alone
 from ..update import kind_of
-from .shadow import copied, is_plain, reason_of, run_step, same, shadow_of
+from .shadow import reason_of, run_step, same, shadow_of
 from .symbolic_numbers import NotTraceable
 
 

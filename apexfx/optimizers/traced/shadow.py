@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import traceback
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,12 +12,11 @@ from torch import Tensor
 
 from ..._torch import plain_step, tree_flatten
 from ...random_state import places_in_random
-from ..settings import attributes_of_parameter, numbers_put_back
+from ..settings import NUMBERS, attributes_of_parameter, constants_put_back, copied
 from .symbolic_numbers import NotTraceable, asked_for_ids
 
 _OUR_FILES = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH_FILES, _TORCH_OPTIM = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torch.optim.__file__) + os.sep
-_NUMBERS = (int, float, bool)
 
 
 def run_step(shadow: torch.optim.Optimizer) -> None:
@@ -29,7 +26,7 @@ def run_step(shadow: torch.optim.Optimizer) -> None:
         NotTraceable: it counts in its program, or draws random numbers of Python.
     """
     places = places_in_random()
-    with asked_for_ids(), numbers_put_back(type(shadow)) as written:
+    with asked_for_ids(), constants_put_back(type(shadow)) as written:
         plain_step(type(shadow))(shadow)
     if written:
         raise NotTraceable(f"counts in Python: {written[0]!r} of its program is another after it")
@@ -45,21 +42,6 @@ def shadow_of(cls: type, attributes: Mapping[str, Any], groups: list[dict[str, A
     return shadow
 
 
-def is_plain(value: Any, is_allowed: Callable[[Any], bool] = lambda _: False) -> bool:
-    """Return whether a value leads to no tensor, and to no other object, but for what is allowed: a shadow has the same."""
-    if isinstance(value, (list, tuple, set, dict)):
-        return all(is_plain(part, is_allowed) for part in (*value, *(value.values() if isinstance(value, dict) else ())))
-    return value is None or is_allowed(value) or isinstance(value, (
-        *_NUMBERS, str, type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device))
-
-
-def copied(value: Any) -> Any:
-    """Return a copy, of which nothing that a step writes is the original's."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return copy.deepcopy(value) if is_plain(value) else value.copy() if type(value) in (dict, list, set) else value
-
-
 def facts_of(shadow: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what a step in Python may change, by name."""
     facts = {f"self.{k}": copied(v) for k, v in vars(shadow).items() if k not in ("param_groups", "state")}
@@ -71,7 +53,7 @@ def facts_of(shadow: torch.optim.Optimizer) -> dict[str, Any]:
     for place, held in enumerate(held for k, held in shadow.state.items() if isinstance(k, Tensor)):
         leaves = tree_flatten(dict(held) if isinstance(held, dict) else held)[0]
         facts.update((f"number {number} of the state of parameter {place}", leaf) for number, leaf in enumerate(leaves)
-                     if isinstance(leaf, _NUMBERS) or isinstance(leaf, torch.SymFloat))
+                     if isinstance(leaf, NUMBERS) or isinstance(leaf, torch.SymFloat))
     return facts
 
 
@@ -80,7 +62,7 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
-    return a is b or type(a) is type(b) and isinstance(a, (*_NUMBERS, str, set, torch.device)) and a == b
+    return a is b or type(a) is type(b) and isinstance(a, (*NUMBERS, str, set, torch.device)) and a == b
 
 
 def reason_of(error: BaseException) -> str:

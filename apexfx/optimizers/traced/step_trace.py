@@ -32,11 +32,11 @@ from ..._torch import (
 )
 from ...random_state import forked_random
 from ..layout import WHOLE, Layout, Ranks
-from ..settings import attributes_of, attributes_of_parameter, comparable_value, settings_of
+from ..settings import attributes_of, attributes_of_parameter, comparable_value, copied, settings_of
 from ..update import kind_of, unlike_state
 from .over_ranks import share_matrices
 from .recorder import Recorder
-from .shadow import copied, facts_of, reason_of, run_step, same, shadow_of
+from .shadow import facts_of, reason_of, run_step, same, shadow_of
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, asked_of_numbers
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair

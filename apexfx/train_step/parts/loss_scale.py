@@ -97,5 +97,8 @@ def of_grad_scaler(state: Any) -> Any:
     """Return the state of torch's GradScaler as a step's; others as they are."""
     if not isinstance(state, dict) or "_growth_tracker" not in state:
         return state
+    own = {name: getattr(LossScale, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
+    if other := {name: state[name] for name, number in own.items() if state.get(name, number) != number}:
+        log.warning("apexfx: the GradScaler whose state is loaded had %s, and a loss scale here goes on with %s", other, own)
     return {name: torch.tensor(number, dtype=dtype) if is_number(number) else number
             for name, number, dtype in ((SCALE, state.get("scale"), torch.float32), (GROWTH, state["_growth_tracker"], None))}
