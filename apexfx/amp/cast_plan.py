@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._torch import OpOverloadPacket, overload_of
+from .._torch import HigherOrderOperator, OpOverloadPacket, overload_of
 from ..config import HALVES
 from ..graph.mutation import written
 from ..graph.nodes import Call, argument
@@ -198,7 +198,7 @@ class CastPlan:
         else:
             targets = decide(rule, operand_dtypes(self.name, args, kwargs, kinds), self.executor.half)
         flat = [*leaves((*args, *kwargs.values()))]
-        if any(flat[place] is tensor for tensor in written(_call(func, args, kwargs)) for place, to in enumerate(targets) if to):
+        if any(flat[place] is tensor for tensor in _written(func, args, kwargs) for place, to in enumerate(targets) if to):
             targets = (None,) * len(kinds)  # a write to a cast would be lost: all is as the program gives it
         wide = _WIDE in kinds
         half = narrow([target or kind for target, kind in zip(targets, kinds)]) if wide and "dtype" not in kwargs else None
@@ -213,8 +213,10 @@ class CastPlan:
         return left_to_user(rule, [t.dtype for t in tensors], [hasattr(t, USER_CAST) for t in tensors])
 
 
-def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    return Call(overload_of(func, args, kwargs) if isinstance(func, OpOverloadPacket) else func, args, kwargs)
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    if isinstance(func, OpOverloadPacket):
+        func = overload_of(func, args, kwargs)
+    return [] if isinstance(func, HigherOrderOperator) else written(Call(func, args, kwargs))
 
 
 class _Recast:

@@ -132,6 +132,11 @@ def test_what_an_op_writes_is_no_copy(write, half):
     assert not torch.equal(x, ones(4, dtype=half))
 
 
+def test_a_branch_of_torch_cond_is_run():
+    with CastExecutor(B):
+        assert torch.equal(torch.cond(ones().bool(), lambda x: x + 1, lambda x: x - 1, (ones(4),)), ones(4) * 2)
+
+
 def test_a_dtype_named_in_the_call_is_kept():
     with CastExecutor(B):
         assert F.softmax(ones(4, dtype=B), -1, dtype=torch.float64).dtype == torch.float64
