@@ -159,9 +159,9 @@ class Inspection:
         return get_compiled(self).report
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
-        """Capture and compile the graphs for these inputs now, leaving parameters, buffers and random state as they were.
+        """Capture and compile the graphs for these inputs now, leaving buffers and random state as they were.
 
-        The forward runs: inputs and other attributes are as it leaves them. Parameters are held twice meanwhile.
+        The forward runs: inputs, parameters and other attributes are as it leaves them; that it wrote a parameter is warned of.
         """
         return get_compiled(self).capture(self, args, kwargs)
 

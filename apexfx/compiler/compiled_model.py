@@ -289,16 +289,14 @@ class CompiledModel:
 
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         self._capturing = True
-        parameters = [(p, p.detach().clone()) for p in model.parameters()]
+        versions = {name: tensor_version(p) for name, p in model.named_parameters()}
         try:
             with left_as_it_was(model), functorch_config.patch(force_non_lazy_backward_lowering=True):
                 model(*args, **kwargs)
         finally:
             self._capturing = False
-            with torch.no_grad():
-                for p, old in parameters:
-                    if not torch.equal(p, old):
-                        p.copy_(old)
+        if wrote := [name for name, p in model.named_parameters() if tensor_version(p) != versions[name]]:
+            self.report.warn(f"apexfx: capture() ran the forward, which writes {first_names(wrote)}: load the model again")
         return self.report
 
 
