@@ -292,17 +292,23 @@ def replaced_sources() -> set[str]:
     effects = translator.output.side_effects if translator is not None else None
     if effects is None:
         return set()
-    found = {f"{each.source.name}.{name}" for each, new in effects.store_attr_mutations.items() if each.source is not None
-             for name in new}
-    for each in effects.id_to_variable.values():
-        if each.source is None or not effects.is_modified(each):
-            continue
-        if type(each).__name__ == "ConstDictVariable":
-            found |= {f"{each.source.name}[{key.vt.as_python_constant()!r}]" for key, new in each.items.items()
-                      if key.vt.is_python_constant() and each.is_new_item(each.original_items.get(key.vt), new)}
-        elif type(each).__name__ == "ListVariable":
-            found |= {f"{each.source.name}[{place}]" for place in range(len(each.items))}
+    found = {f"{where}.{name}" for each, new in effects.store_attr_mutations.items() for where in _place_of(each) for name in new}
+    for each in filter(effects.is_modified, effects.id_to_variable.values()):
+        for where in _place_of(each):
+            if type(each).__name__ == "ConstDictVariable":
+                found |= {f"{where}[{key.vt.as_python_constant()!r}]" for key, new in each.items.items()
+                          if key.vt.is_python_constant() and each.is_new_item(each.original_items.get(key.vt), new)}
+            elif type(each).__name__ == "ListVariable":
+                found |= {f"{where}[{place}]" for place in range(len(each.items))}
     return found
+
+
+def _place_of(variable: Any) -> list[str]:
+    """Return in a list where Dynamo has found something; [] for what it has made itself, or holds for a while."""
+    try:
+        return [variable.source.name] if variable.source is not None else []
+    except NotImplementedError:
+        return []
 
 
 in_graphs: list[Callable[..., Any]] = []  # what `allow_in_graph` was given
