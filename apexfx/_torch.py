@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
@@ -46,7 +47,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group as resolve
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import _muon as muon
+from torch.optim import _muon
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -192,6 +193,17 @@ def forward_hooks(module: torch.nn.Module, name: str, before: Callable[..., obje
         yield
     finally:
         del module._forward_pre_hooks[name], module._forward_pre_hooks_with_kwargs[name], module._forward_hooks[name]
+
+
+def attributes_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer keeps beside groups and state, without what torch and its schedulers put there."""
+    return {name: {} if name.startswith("_optimizer_") else value for name, value in vars(optimizer).items()
+            if name not in ("param_groups", "state", "step", "_opt_called")}
+
+
+def muon_orthogonalizes_by(function: Callable[..., torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Have torch's Muon make matrices orthogonal by another function, of a gradient, coefficients, iterations and eps."""
+    return patch.object(_muon, "_zeropower_via_newtonschulz", function)
 
 
 def note_optimizer_ran(optimizer: torch.optim.Optimizer) -> None:

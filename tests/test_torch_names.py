@@ -42,9 +42,11 @@ def own_names(trees):
 
 
 def reached_by_text(node):
-    """Return the text by which `node` reaches an attribute: "_y" of `getattr(x, "_y")`, `x.__dict__["_y"]`, `"_y" in ...`."""
+    """Return by which text `node` reaches an attribute: "_y" of `getattr(x, "_y")`, `patch.object(x, "_y", z)`, `"_y" in ...`."""
     if isinstance(node, ast.Call) and node.args:
         if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr", "delattr"):
+            return node.args[1]
+        if ast.unparse(node.func) == "patch.object":
             return node.args[1]
         if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value).endswith("__dict__"):
             return node.args[0]
@@ -87,6 +89,7 @@ def test_private_names_are_reached_in_one_file():
     "Variable._execution_engine.queue_callback(f)", "torch._foreach_mul_(a, 2)", "node._erased", "node.target._opname",
     "self._op._qualified_op_name",
     "getattr(node, '_dynamo_source', None)", "module.__dict__['_modules'] = {}", "'_is_replica' in module.__dict__",
+    "patch.object(muon, '_zeropower_via_newtonschulz', f)",
 ])
 def test_the_search_finds(code):
     assert list(private_names(ast.parse(code), set()))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import attributes_of_program
+from .._torch import attributes_of_optimizer, attributes_of_program
 
 NUMBERS = (int, float, bool)
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # compared by value
@@ -32,7 +32,7 @@ def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collect
     if reads_groups_alone(optimizer):
         yield from (((None, name), getattr(optimizer, name)) for name in getattr(optimizer, "own_options", ()))
     else:
-        yield from (((None, name), value) for name, value in attributes_of(optimizer).items())
+        yield from (((None, name), value) for name, value in attributes_of_optimizer(optimizer).items())
         yield from (((None, f"{place.name} of its program"), place.value) for place in _constants_read_by(type(optimizer)))
         params = (p for group in optimizer.param_groups for p in group["params"])
         yield from (((None, f"params[{place}].{name}"), value) for place, p in enumerate(params)
@@ -40,12 +40,6 @@ def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collect
     for place, group in enumerate(optimizer.param_groups):
         left_out = {"lr", "params", *changing.get(place, ())}
         yield from (((place, name), value) for name, value in group.items() if name not in left_out)
-
-
-def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer keeps beside groups and state; hooks of torch's are none of it."""
-    return {k: {} if k.startswith("_optimizer_") else v for k, v in vars(optimizer).items()
-            if k not in ("param_groups", "state", "step", "_opt_called")}
 
 
 def attributes_of_parameter(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Any]:

@@ -7,15 +7,23 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from ..._torch import as_parameter, muon, not_compiling, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ..._torch import (
+    as_parameter,
+    attributes_of_optimizer,
+    muon_orthogonalizes_by,
+    not_compiling,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from ...random_state import forked_random
 from ..layout import WHOLE, Layout
-from ..settings import attributes_of, attributes_of_parameter, copied, is_plain, reads_groups_alone
+from ..settings import attributes_of_parameter, copied, is_plain, reads_groups_alone
 from ..update import kind_of
 from .shadow import reason_of, run_step, same, shadow_of
 from .symbolic_numbers import NotTraceable
@@ -60,7 +68,7 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
     Raises:
         NotTraceable: a first step does not what a step on that state would do.
     """
-    attributes = attributes_of(optimizer)
+    attributes = attributes_of_optimizer(optimizer)
     if own := [name for name, value in attributes.items() if not is_plain(value)]:
         raise NotTraceable(f"may use what it keeps beside its state: self.{own[0]}")
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -101,7 +109,7 @@ def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, An
     p.grad = grad.clone()
     groups = [{**{k: copied(v) for k, v in group.items()}, "params": [p]}]
     (torch.manual_seed if p.is_cuda else torch.default_generator.manual_seed)(0)  # that of all devices costs milliseconds
-    with patch.object(muon, "_zeropower_via_newtonschulz", lambda gradient, *_: gradient):  # of no state
+    with muon_orthogonalizes_by(lambda gradient, *_: gradient):  # of no state
         run_step(shadow := shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))
     if others := [key for key in shadow.state if key is not p]:
         raise NotTraceable(f"keeps in its state what is of no parameter: {others[0]!r}")

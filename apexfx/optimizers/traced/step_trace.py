@@ -13,7 +13,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -21,9 +20,10 @@ from torch import Tensor, fx
 from ..._torch import (
     FakeTensorMode,
     as_parameter,
+    attributes_of_optimizer,
     is_dtensor,
     local_rows,
-    muon,
+    muon_orthogonalizes_by,
     not_compiling,
     storage_address,
     tree_flatten,
@@ -32,7 +32,7 @@ from ..._torch import (
 )
 from ...random_state import forked_random
 from ..layout import WHOLE, Layout, Ranks
-from ..settings import attributes_of, attributes_of_parameter, comparable_value, copied, settings_of
+from ..settings import attributes_of_parameter, comparable_value, copied, settings_of
 from ..update import kind_of, unlike_state
 from .over_ranks import share_matrices
 from .recorder import Recorder
@@ -111,7 +111,7 @@ class StepTrace:
                  numbers: Mapping[str, Place], shared: Mapping[tuple[int, int], int] = {},
                  half: torch.dtype | None = None, layout: Layout = WHOLE) -> None:
         self.name, self.numbers, self._class = type(optimizer).__name__, dict(numbers), type(optimizer)
-        self._attributes = attributes_of(optimizer)
+        self._attributes = attributes_of_optimizer(optimizer)
         self._mode = FakeTensorMode()
         places = {id(p): place for place, p in enumerate(params)}
         # Of parameters that are not trained it has tensors that no graph takes: a step that reads or writes one is none.
@@ -227,7 +227,7 @@ class StepTrace:
         state.update((p, tree_unflatten(own, tree)) for p, own, tree in zip(params, leaves, self._trees) if own)
         shadow = shadow_of(self._class, self._attributes, groups, state)
         before = facts_of(shadow)
-        with AsFunctionalized(), asked_of_numbers(), patch.object(muon, "_zeropower_via_newtonschulz", _orthogonalized):
+        with AsFunctionalized(), asked_of_numbers(), muon_orthogonalizes_by(_orthogonalized):
             run_step(shadow)
         if changed := [name for name, value in facts_of(shadow).items() if not same(value, before.pop(name, _NOTHING))]:
             raise NotTraceable(f"counts in Python: {changed[0]} is another after it")
