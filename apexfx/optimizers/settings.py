@@ -123,7 +123,8 @@ def _constants_read_by(cls: type[torch.optim.Optimizer]) -> list[_Place]:
         places += [*map(_Place, function.__code__.co_freevars, function.__closure__ or ())]
         functions += [called for name in names if isinstance(called := function.__globals__.get(name), types.FunctionType)
                       and called.__module__ == function.__module__ and called not in functions]
-    return list({(each.name, id(each.holder)): each for each in places if not each.name.startswith("__")}.values())
+    return list({(each.name, id(each.holder)): each for each in places
+                 if not each.name.startswith("__") and not callable(each.value)}.values())
 
 
 @contextlib.contextmanager
