@@ -13,6 +13,11 @@ from torch.utils.flop_counter import flop_registry
 from ..graph.nodes import size_hint, value
 
 
+def is_product(node: fx.Node) -> bool:
+    """Return whether `node` is a matrix product, convolution or attention, of any size."""
+    return node.op == "call_function" and getattr(node.target, "overloadpacket", None) in flop_registry
+
+
 def node_flops(node: fx.Node) -> int:
     """Return the flops of a matrix product, convolution or attention node (a multiply-add counts two); 0 for others.
 

@@ -112,8 +112,7 @@ class _Place:
 def _constants_read_by(cls: type[torch.optim.Optimizer]) -> list[_Place]:
     """Return where the methods of a class of a program, and functions that they call of its module, may read constants."""
     owners = [owner for owner in cls.__mro__ if owner.__module__.partition(".")[0] not in ("torch", "apexfx", "builtins")]
-    places = [_Place(name, owner) for owner in owners for name, value in vars(owner).items()
-              if is_plain(value)]
+    places = [_Place(name, owner) for owner in owners for name, value in vars(owner).items() if is_plain(value)]
     functions = [inspect.unwrap(value) for owner in owners for value in vars(owner).values() if callable(value)]
     for function in functions:  # which grows
         if not isinstance(function, types.FunctionType):

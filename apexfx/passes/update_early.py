@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import OpOverload
-from ..buckets.flops import node_flops
+from ..buckets.flops import is_product
 from ..buckets.plan import default_message_size
 from ..buckets.windows import MARK, Window, windows
 from ..graph.collectives import is_collective, is_wait
@@ -116,15 +116,16 @@ def _parts(update: fx.Node) -> Iterator[list[int]]:
 def _amid(start: fx.Node, following: fx.Node) -> fx.Node:
     """Return the node between the starts of two sums behind which half of the products there are left.
 
-    The second itself where there are none, or where it is short beside the gather that would come in front of it.
+    The second itself where there are none, or where it is short beside the gather that would come in front of it. Products are
+    counted, whatever their size: the ranks have batches of their own, and are to gather in one order.
     """
     between = [start]
     while between[-1].next is not following:
         between.append(between[-1].next)
-    flops = list(accumulate(map(node_flops, between)))
-    if not flops[-1] or 2 * value(following).numel() < value(start).numel():
+    products = list(accumulate(map(is_product, between)))
+    if not products[-1] or 2 * value(following).numel() < value(start).numel():
         return following
-    return next(node for node, done in zip(between, flops) if 2 * done >= flops[-1])
+    return next(node for node, done in zip(between, products) if 2 * done >= products[-1])
 
 
 class _Part:

@@ -221,12 +221,13 @@ def test_the_parts_of_a_step_are_those_of_ddp():
     run_ranks(ends, 2)
 
 
-def test_a_sum_and_its_gather_travel_between_two_starts():
+@pytest.mark.parametrize("length", [4, 1, 0])
+def test_a_sum_and_its_gather_travel_between_two_starts_whatever_the_batch_of_a_rank(length):
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
     with fake_process_group(2):
-        step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), opt_level="O0", inner="eager",
-                                 ddp=apexfx.BucketConfig(message_size=512), shard="optimizer")
-        step(torch.randn(4, 16), torch.randn(4, 16))
+        step = apexfx.train_step(model, nn.MSELoss(reduction="sum"), torch.optim.AdamW(model.parameters()), opt_level="O0",
+                                 inner="eager", ddp=apexfx.BucketConfig(message_size=512), shard="optimizer")
+        step(torch.randn(length, 16), torch.randn(length, 16))
     words = {"reduce_scatter_tensor": "sum", "all_gather_into_tensor": "gather", "mm.default": "product"}
     lines = step.report.code(stage="step").partition("reduce_scatter_tensor")[2].splitlines()
     order = [said for line in lines for word, said in words.items() if f".{word}" in line]

@@ -681,3 +681,11 @@ class CountsInDictionary(Foreign):
 
     def update(self, p, g, state, group):
         p.sub_(g, alpha=group["lr"] / COUNTS["calls"])
+
+
+class OfSome(Foreign):
+    """Reads a number on the host where a parameter has no gradient."""
+
+    def update(self, p, g, state, group):
+        scale = float(g.norm()) if any(each.grad is None for each in group["params"]) else 1.0
+        p.sub_(g, alpha=group["lr"] * scale)

@@ -53,7 +53,7 @@ class Number:
         return self
 
     def str(self) -> str:
-        raise NotTraceable("has a number of the graph as text")
+        raise NotTraceable("has a number of the graph as text, or gives it to an op that takes constants alone")
 
     _graph_repr = str
 

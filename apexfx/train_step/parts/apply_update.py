@@ -12,6 +12,7 @@ from torch import Tensor
 from ...graph.printing import count_text
 from ...optimizers.end_of_step import EndOfStep
 from ...optimizers.traced.step_trace import StepTrace
+from ...optimizers.traced.symbolic_numbers import NotTraceable
 from ...optimizers.update import call_op, counts_updates, unlike_state
 from .part import Part
 
@@ -109,7 +110,11 @@ class ApplyStep(Part):
         return self.trace.ranks is not None and self.trace.ranks.whole
 
     def prepare(self, has_gradient: Sequence[bool]) -> None:
-        self.trace.graph(tuple(has_gradient[self.first:self.last]))
+        try:
+            self.trace.graph(tuple(has_gradient[self.first:self.last]))
+        except NotTraceable as error:
+            raise ValueError(f"apexfx: where some of its parameters have no gradient, {self.name} {error}; have each loss reach "
+                             "all of them, or give the others an optimizer of their own") from error
 
     def apply(self, end: EndOfStep) -> None:
         grads = end.grads[self.first:self.last]
