@@ -143,6 +143,7 @@ def leave_out_written_inputs(gm: fx.GraphModule) -> Callable[[Callable[..., Any]
     places = {id(value(node)): place for place, node in enumerate(inputs)}
     returned = {place: places[id(value(node))] for place, node in enumerate(output.args[0])
                 if isinstance(node, fx.Node) and id(value(node)) in places and storages(value(node)) & memory}
+    num_outputs = len(output.args[0])
     output.args = (tuple(node for place, node in enumerate(output.args[0]) if place not in returned),)
     gm.recompile()
 
@@ -150,7 +151,7 @@ def leave_out_written_inputs(gm: fx.GraphModule) -> Callable[[Callable[..., Any]
         def run(*args: Any) -> list[Any]:
             own = {place: args[source] for place, source in returned.items()}
             others = iter(compiled(*args))
-            return [own[place] if place in own else next(others) for place in range(len(own) + len(output.args[0]))]
+            return [own[place] if place in own else next(others) for place in range(num_outputs)]
 
         return run if returned else compiled
 
