@@ -324,6 +324,8 @@ FAULTS = (
           "if is_gathered and following is not wait else", "if not is_gathered else", _SHARED_UPDATE),
     Fault("a gather is behind the last update of its bucket", "passes/gather_updated.py",
           "max(user for rows in members for user in rows.users)", "min(rows for rows in members)", _SHARED_UPDATE),
+    Fault("ranks compare the order that the last pass has left", "train_step/step_compiler.py",
+          "collectives += graph.record.stages[-1].collectives", "pass", _SHARED_UPDATE),
     Fault("state that was loaded whole becomes rows", "optimizers/update_rules.py",
           "layout.placed(held, p) if held", "held if held", _SHARED_UPDATE),
     Fault("what every rank has whole is in a norm once", "train_step/parts/norm.py",

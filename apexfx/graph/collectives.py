@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import OpOverload
-from .nodes import argument, graphs, module_path
+from .nodes import PASS, argument, graphs, module_path, value
 
 # Collectives whose result may not be read before a wait.
 _ASYNC = tuple(f"_c10d_functional::{name}" for name in (
@@ -36,12 +36,14 @@ def group_name(node: fx.Node) -> str:
 def issued(gm: fx.GraphModule, common: Collection[str]) -> list[Any]:
     """Return a row for every node of `gm` that communicates, in order: its op, module and process group.
 
-    Nothing in it depends on this rank's inputs, so that the rows of two ranks are equal where they communicate alike.
+    Nothing in it depends on this rank's inputs, so that the rows of two ranks are equal where they communicate alike. What a pass
+    has put in carries a bucket, which its sizes tell from others: they stand in the place of the module.
 
     Args:
         common: the names of groups that all these ranks are in; a module's own group may have another name on another rank.
     """
-    return [[str(node.target), module_path(node), group if group in common else "a group of the module's own"]
+    return [[str(node.target), list(value(node).shape) if PASS in node.meta and is_collective(node) else module_path(node),
+             group if group in common else "a group of the module's own"]
             for graph in graphs(gm) for node in graph.graph.nodes if (group := group_name(node))]
 
 

@@ -111,6 +111,7 @@ class StageReport:
         lowered: the forward graph as AOTAutograd hands it to the inner compiler; empty when that came from a cache.
         from_cache: no pass ran in this process; the record was read from beside the compile cache's entry.
         memory: of the graph after the last pass, for the stage "step".
+        collectives: rows of what communicates in the graph after the last pass, in order, for the stage "step".
         ops: of the graph after the last pass, for the stage "forward".
         places: the module of each node of the graph after the last pass.
     """
@@ -121,6 +122,7 @@ class StageReport:
     from_cache: bool = False
     lowered: str = ""
     memory: MemoryTimeline | None = None
+    collectives: list[Any] = field(default_factory=list)
     ops: list[OpDtype] = field(default_factory=list)
     places: NodePlaces = field(default_factory=NodePlaces)
 
@@ -215,8 +217,9 @@ def uncovered(graphs: Iterable[GraphReport]) -> list[str]:
 def stage_to_json(stage: StageReport) -> dict[str, Any]:
     """Return a stage's record as JSON-able values; `stage_from_json` is its inverse."""
     return {"stage": stage.stage, "captured": stage.captured, "lowered": stage.lowered, "from_cache": stage.from_cache,
-            "memory": asdict(stage.memory) if stage.memory is not None else None, "ops": [row.to_json() for row in stage.ops],
-            "places": asdict(stage.places), "passes": [_pass_to_json(entry) for entry in stage.passes]}
+            "memory": asdict(stage.memory) if stage.memory is not None else None, "collectives": stage.collectives,
+            "ops": [row.to_json() for row in stage.ops], "places": asdict(stage.places),
+            "passes": [_pass_to_json(entry) for entry in stage.passes]}
 
 
 def _pass_to_json(entry: PassReport) -> dict[str, Any]:
@@ -232,4 +235,5 @@ def stage_from_json(row: dict[str, Any], *, from_cache: bool = True) -> StageRep
                             "artifacts": Artifacts.from_json(p["artifacts"])}) for p in row["passes"]]
     return StageReport(row["stage"], row["captured"], passes, from_cache=from_cache, lowered=row["lowered"],
                        memory=MemoryTimeline.from_json(row["memory"]) if row["memory"] is not None else None,
-                       ops=list(map(OpDtype.from_json, row["ops"])), places=NodePlaces(**row["places"]))
+                       collectives=row["collectives"], places=NodePlaces(**row["places"]),
+                       ops=list(map(OpDtype.from_json, row["ops"])))

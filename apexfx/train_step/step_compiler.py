@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,12 +170,13 @@ class StepCompiler:
             self.on_communication()
 
         # AOTAutograd, the passes of backward and step, and code.
-        step_passes = StepPasses(graph, present, left_out, self.on_run, before_communicating)
+        step_passes = StepPasses(graph, present, left_out, self.on_run, before_communicating, self.groups.names())
         if self.traces:
             return self._keeping(graph, step_passes)
         if (backward := _backward(gm)) is not None:
             backward.target = _traced_gradients if shards else _numbered_gradients
         compiled = graph.compile(step_passes, self.report)
+        collectives += graph.record.stages[-1].collectives  # in the order that all passes have left
         self._check_budget(graph.record)
         warn_unmatched(self.report)
         # What each call looks at before it runs.
@@ -355,15 +356,16 @@ class StepPasses(BackwardPasses):
         left_out: bytes of the optimizer's state that the graph does not take.
         on_change, on_communication: under inner="eager", called when the graph is about to write an input, or to communicate,
             for the first time.
+        common: the names of the groups that all ranks are in.
     """
 
     is_train_step = True
 
     def __init__(self, graph: RewrittenGraph, present: Sequence[bool], left_out: int, on_change: Callable[[], None],
-                 on_communication: Callable[[], None]) -> None:
+                 on_communication: Callable[[], None], common: Collection[str]) -> None:
         super().__init__(graph.pipeline, graph.record, graph.placeholders, graph.uuid, graph.key)
         self._present, self._left_out = present, left_out
-        self._on_change, self._on_communication = on_change, on_communication
+        self._on_change, self._on_communication, self._common = on_change, on_communication, common
 
     def __call__(self, graph: fx.Graph) -> None:
         if self._user_pass is not None:
@@ -377,6 +379,7 @@ class StepPasses(BackwardPasses):
         self._check_gradients(gm)
         _mark_sums(gm)
         self._record.backward = self._pipeline.run("step", gm, inputs=random_inputs(gm))
+        self._record.backward.collectives = issued(gm, self._common)
         self._record.backward.memory = memory_timeline(gm, self._placeholders, self._record.backward.places, self._left_out)
         return self._record.backward
 

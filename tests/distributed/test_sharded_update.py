@@ -16,6 +16,7 @@ from torch.distributed import checkpoint
 
 import apexfx
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
+from apexfx.passes import update_early
 from tests.distributed.collectives import communicated
 from tests.distributed.launch import run_ranks
 from tests.distributed.sharded_models import MODELS, Net, Scaled, batches, perceptron, plain, train, whole
@@ -232,6 +233,20 @@ def test_a_sum_and_its_gather_travel_between_two_starts_whatever_the_batch_of_a_
     lines = step.report.code(stage="step").partition("reduce_scatter_tensor")[2].splitlines()
     order = [said for line in lines for word, said in words.items() if f".{word}" in line]
     assert order == [*["product"] * 2, "gather", *["product"] * 2, "sum", "product", "gather", "product", "sum", "gather"]
+
+
+def ordered_apart(rank, world_size):
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), opt_level="O0", inner="eager",
+                             ddp=apexfx.BucketConfig(message_size=512, timeout_s=20), shard="optimizer")
+    if rank:
+        update_early._amid = lambda start, following: following
+    with pytest.raises(apexfx.RankMismatchError, match="(?s)do not agree on the collectives.*reduce_scatter_tensor"):
+        step(torch.ones(2, 16), torch.ones(2, 16))
+
+
+def test_ranks_that_would_communicate_in_another_order_are_told():
+    run_ranks(ordered_apart, 2, timeout=60)
 
 
 @table(2, "num_ranks", [2, 4, 8])
