@@ -301,6 +301,36 @@ class OfItself(Foreign):
         p.add_(g, alpha=-group["lr"] / math.sqrt(self.calls))
 
 
+class Once(Foreign):
+    """Has an attribute until its first step is done."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, lr)
+        self.first = True
+
+    def step(self, closure=None):
+        super().step()
+        vars(self).pop("first", None)
+
+    def update(self, p, g, state, group):
+        p.add_(g, alpha=-group["lr"] * (10.0 if hasattr(self, "first") else 1.0))
+
+
+class OnceOfGroup(Foreign):
+    """Has an option in a group until its first step is done."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, lr)
+        self.param_groups[0]["first"] = True
+
+    def step(self, closure=None):
+        super().step()
+        self.param_groups[0].pop("first", None)
+
+    def update(self, p, g, state, group):
+        p.add_(g, alpha=-group["lr"] * (10.0 if "first" in group else 1.0))
+
+
 class Lazy(Foreign):
     """Does not update in its first step."""
 

@@ -99,6 +99,8 @@ REFUSED = [
     (foreign.OfObject, "may use what a group keeps beside its parameters: 'rate'"),
     (foreign.RandomStart, "has a first step of its own"), (foreign.OfDepth, "counts in Python: self.counts"),
     (foreign.OfMarks, "counts in Python: 'calls' of parameter 0"),
+    (foreign.Once, "counts in Python: self.first is gone"),
+    (foreign.OnceOfGroup, "counts in Python: 'first' of group 0 is gone"),
     (foreign.Bare, "raises AttributeError"), (foreign.Quantile, "writes by aten.ceil_.default")]
 
 

@@ -231,6 +231,8 @@ class StepTrace:
             run_step(shadow)
         if changed := [name for name, value in facts_of(shadow).items() if not same(value, before.pop(name, _NOTHING))]:
             raise NotTraceable(f"counts in Python: {changed[0]} is another after it")
+        if before:
+            raise NotTraceable(f"counts in Python: {min(before)} is gone after it")
         new: list[list[Any]] = []
         for p, tree in zip(params, self._trees):
             own, now = tree_flatten(dict(state[p]) if p in state else {})
