@@ -201,7 +201,7 @@ FAULTS = (
     Fault("numbers that a step counts in its program are put back, and told", "optimizers/settings.py",
           "                written.append(place.name)\n", "                pass\n", _TRACED),
     Fault("numbers that a step reads of its program are read again", "optimizers/settings.py",
-          "for place in _constants_read_by(type(optimizer)))", "for place in ())", _TRACED),
+          "for place in _constants_read_by(*_code_of(optimizer)))", "for place in ())", _TRACED),
     Fault("what moves to another place of the state is copied before that is written", "optimizers/traced/recorder.py",
           "tensor.untyped_storage()) in memory else", "tensor.untyped_storage()) is None else", _TRACED),
     Fault("what was set on a parameter is there for a traced step", "optimizers/traced/step_trace.py",

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dis
 import functools
-import inspect
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import attributes_of_optimizer, attributes_of_program
+from .._torch import attributes_of_optimizer, attributes_of_program, tree_leaves
 
 NUMBERS = (int, float, bool)
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # compared by value
@@ -33,7 +32,7 @@ def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collect
         yield from (((None, name), getattr(optimizer, name)) for name in getattr(optimizer, "own_options", ()))
     else:
         yield from (((None, name), value) for name, value in attributes_of_optimizer(optimizer).items())
-        yield from (((None, f"{place.name} of its program"), place.value) for place in _constants_read_by(type(optimizer)))
+        yield from (((None, f"{place.name} of its program"), place.value) for place in _constants_read_by(*_code_of(optimizer)))
         params = (p for group in optimizer.param_groups for p in group["params"])
         yield from (((None, f"params[{place}].{name}"), value) for place, p in enumerate(params)
                     for name, value in attributes_of_parameter(optimizer, p).items())
@@ -87,7 +86,7 @@ def copied(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where code reads a constant: `name` of the globals of a module, of a class, or in a cell of a closure."""
+    """Where code reads a constant: `name` of the globals of a module, of a class or function, or in a cell of a closure."""
 
     name: str
     holder: Any
@@ -95,41 +94,73 @@ class _Place:
     @property
     def value(self) -> Any:
         """What is there, where it is plain; else None."""
-        held = (self.holder.cell_contents if isinstance(self.holder, types.CellType) else
-                (vars(self.holder) if isinstance(self.holder, type) else self.holder).get(self.name))
+        if isinstance(self.holder, types.CellType):
+            held = self.holder.cell_contents
+        elif isinstance(self.holder, types.FunctionType):
+            held = getattr(self.holder, self.name)
+        else:
+            held = (vars(self.holder) if isinstance(self.holder, type) else self.holder).get(self.name)
         return held if is_plain(held) else None
 
     def put_back(self, value: Any) -> None:
         if isinstance(self.holder, types.CellType):
             self.holder.cell_contents = value
-        elif isinstance(self.holder, type):
+        elif isinstance(self.holder, (type, types.FunctionType)):
             setattr(self.holder, self.name, value)
         else:
             self.holder[self.name] = value
 
 
+def _code_of(optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.Optimizer], tuple[types.FunctionType, ...]]:
+    """Return the class of an optimizer, and the functions that it and its groups hold."""
+    held = tree_leaves([attributes_of_optimizer(optimizer), *({**group, "params": ()} for group in optimizer.param_groups)])
+    return type(optimizer), tuple(each for each in held if isinstance(each, types.FunctionType))
+
+
+def _functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the functions of a program that an attribute of its class runs: of a method, of a property, in a decorator."""
+    for function in (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),):
+        while function is not None:
+            if isinstance(function, types.FunctionType) and _is_of_program(function.__globals__.get("__name__", "")):
+                yield function
+            function = getattr(function, "__wrapped__", None)
+
+
+def _is_of_program(module: str) -> bool:
+    return module.partition(".")[0] not in ("torch", "apexfx", "builtins")
+
+
 @functools.cache
-def _constants_read_by(cls: type[torch.optim.Optimizer]) -> list[_Place]:
-    """Return where the methods of a class of a program, and functions that they call of its module, may read constants."""
-    owners = [owner for owner in cls.__mro__ if owner.__module__.partition(".")[0] not in ("torch", "apexfx", "builtins")]
+def _constants_read_by(cls: type[torch.optim.Optimizer], held: tuple[types.FunctionType, ...]) -> list[_Place]:
+    """Return where the methods of a class of a program, functions that an optimizer holds, and those that they call of their
+    module, may read constants.
+    """
+    owners = [owner for owner in cls.__mro__ if _is_of_program(owner.__module__)]
     places = [_Place(name, owner) for owner in owners for name, value in vars(owner).items() if is_plain(value)]
-    functions = [inspect.unwrap(value) for owner in owners for value in vars(owner).values() if callable(value)]
+    functions = [each for value in (*held, *(value for owner in owners for value in vars(owner).values()))
+                 for each in _functions_in(value)]
     for function in functions:  # which grows
-        if not isinstance(function, types.FunctionType):
-            continue
-        names = [each.argval for each in dis.get_instructions(function) if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")]
+        codes = [function.__code__]
+        for code in codes:  # which grows: functions within
+            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        names = [each.argval for code in codes for each in dis.get_instructions(code)
+                 if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")]
         places += [_Place(name, function.__globals__) for name in names]
         places += [*map(_Place, function.__code__.co_freevars, function.__closure__ or ())]
-        functions += [called for name in names if isinstance(called := function.__globals__.get(name), types.FunctionType)
-                      and called.__module__ == function.__module__ and called not in functions]
+        places += [_Place(name, function) for name in ("__defaults__", "__kwdefaults__", "__dict__")]
+        called = [*map(function.__globals__.get, names), *(cell.cell_contents for cell in function.__closure__ or ())]
+        functions += [each for each in called if isinstance(each, types.FunctionType)
+                      and each.__module__ == function.__module__ and each not in functions]
     return list({(each.name, id(each.holder)): each for each in places
-                 if not each.name.startswith("__") and not callable(each.value)}.values())
+                 if (not each.name.startswith("__") or isinstance(each.holder, types.FunctionType))
+                 and not callable(each.value)}.values())
 
 
 @contextlib.contextmanager
-def constants_put_back(cls: type[torch.optim.Optimizer]) -> Iterator[list[str]]:
-    """Put constants of the program back that code of a class writes in this context; the names of those are then in the list."""
-    before, written = [(place, copied(place.value), comparable_value(place.value, id)) for place in _constants_read_by(cls)], []
+def constants_put_back(optimizer: torch.optim.Optimizer) -> Iterator[list[str]]:
+    """Put constants of the program back that code of an optimizer writes in this context; the list then has their names."""
+    before, written = [(place, copied(place.value), comparable_value(place.value, id))
+                       for place in _constants_read_by(*_code_of(optimizer))], []
     try:
         yield written
     finally:

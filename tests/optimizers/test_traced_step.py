@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 import re
@@ -104,8 +105,10 @@ REFUSED = [
     (foreign.Bare, "raises AttributeError"), (foreign.Quantile, "writes by aten.ceil_.default")]
 
 
-COUNTING = [(kind, "counts in Python: '(calls|CALLS|COUNTS)' of its program")
-            for kind in (foreign.CountsInClass, foreign.CountsInModule, foreign.CountsInDictionary, foreign.CountsInClosure)]
+COUNTING = [(kind, "counts in Python: '(calls|CALLS|COUNTS|__defaults__|__dict__)' of its program")
+            for kind in (foreign.CountsInClass, foreign.CountsInModule, foreign.CountsInDictionary, foreign.CountsInClosure,
+                         foreign.CountsInDefault, foreign.CountsOnFunction, foreign.CountsWithin, foreign.CountsInDecorator,
+                         foreign.CountsInWhatItHolds)]
 
 
 @pytest.mark.parametrize("kind, reason", REFUSED + COUNTING, ids=lambda each: getattr(each, "__name__", ""))
@@ -176,14 +179,17 @@ def test_what_a_step_reads_of_its_optimizer_is_read_again_where_it_changes(name)
 
 
 PROGRAM = {"a class": lambda: setattr(foreign.OfProgram, "rate", 0.0), "a module": lambda: setattr(foreign, "RATE", 0.0),
-           "a dictionary": lambda: foreign.RATES.update(rate=0.0), "a closure": foreign.stop_closure}
+           "a dictionary": lambda: foreign.RATES.update(rate=0.0),
+           **{name: functools.partial(setattr, foreign, name, 0.0) for name in ("HELD", "OF_PROPERTY", "OF_STATIC", "WITHIN")},
+           "a closure": foreign.stop_closure}  # the last: nothing begins it again
 
 
 @table(1, "name", PROGRAM)
 def test_what_a_step_reads_of_its_program_is_read_again_where_it_changes(name, monkeypatch):
     model = Net()
     monkeypatch.setattr(foreign.OfProgram, "rate", 1.0)
-    monkeypatch.setattr(foreign, "RATE", 1.0)
+    for each in ("RATE", "HELD", "OF_PROPERTY", "OF_STATIC", "WITHIN"):
+        monkeypatch.setattr(foreign, each, 1.0)
     monkeypatch.setattr(foreign, "RATES", {"rate": 1.0})
     optimizer = foreign.OfProgram(model.parameters(), lr=0.1)
     step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")

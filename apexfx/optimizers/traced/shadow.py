@@ -26,7 +26,7 @@ def run_step(shadow: torch.optim.Optimizer) -> None:
         NotTraceable: it counts in its program, or draws random numbers of Python.
     """
     places = places_in_random()
-    with asked_for_ids(), constants_put_back(type(shadow)) as written:
+    with asked_for_ids(), constants_put_back(shadow) as written:
         plain_step(type(shadow))(shadow)
     if written:
         raise NotTraceable(f"counts in Python: {written[0]!r} of its program is another after it")
