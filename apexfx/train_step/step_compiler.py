@@ -6,7 +6,8 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,12 +49,44 @@ from .mean import leave_counts_apart
 
 if TYPE_CHECKING:
     from .sharded import ShardedModel
+    from .state import TrainingState
+
+
+def _nothing(**_: Any) -> None:
+    pass
 
 
 class NotRun(Exception):
     """Raised in place of the run of a graph: behind it, Dynamo's code writes what the step's function changes in Python objects,
     and nothing else leaves that code out.
     """
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the graphs of a step are compiled for.
+
+    Attributes:
+        config: the options.
+        groups: the process groups.
+        index: of the names of the model's tensors and of the optimizer's state.
+        agreement: among the ranks, before a graph first runs; None on one rank.
+        sharded: the model where it is under `fully_shard`.
+        shard: the option of that name.
+        reduces_each_call: as of `Components`.
+        memory_budget: bytes alive at once that are enough, or None.
+        safeguard: whether a step that is skipped changes nothing at all.
+    """
+
+    config: TransformConfig
+    groups: Groups
+    index: ModelIndex
+    agreement: Agreement | None = None
+    sharded: ShardedModel | None = None
+    shard: str | None = None
+    reduces_each_call: bool = False
+    memory_budget: int | None = None
+    safeguard: bool = False
 
 
 class StepCompiler:
@@ -63,23 +96,15 @@ class StepCompiler:
     `torch.autograd.grad` is a node; those of the backward and of the step run over what AOTAutograd makes of it.
 
     Args:
-        config: the options.
-        groups: the process groups.
-        agreement: among the ranks, before a graph first runs; None on one rank.
-        index: of the names of the model's tensors and of the optimizer's state.
-        on_run: called once all ranks have agreed on a graph, when it may change something: before it runs, since Inductor's
-            kernels change memory and no version; under inner="eager", before its first node that does, and after the last.
-        on_communication: called under inner="eager" before the first node that communicates.
+        step: which it is.
+        report: gets the graphs.
+        state: the optimizer's is in memory whether a graph takes it or not, and the numbers of its groups are to be those of all
+            ranks. It is told once all ranks have agreed on a graph, when that may change something: before it runs, since
+            Inductor's kernels change memory and no version; under inner="eager", before its first node that does, and after the
+            last; there also before the first node that communicates. None for a graph that does not run.
         on_loss: called before each run, with `is_mean` for a loss that is a `Mean`, and `present`, for each parameter whether it
             has a gradient.
-        states: returns the optimizer's state, which is in memory whether a graph takes it or not.
-        numbers: returns those of the optimizers' groups, which every rank is to have alike.
-        memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
-        safeguard: whether a step that is skipped changes nothing at all.
-        sharded: the model where it is under `fully_shard`.
-        shard: the option of that name.
-        reduces_each_call: as of `Components`.
         traces: keep a graph in place of running it; its nodes say what they are the backward of.
 
     Attributes:
@@ -88,24 +113,11 @@ class StepCompiler:
         traced: the graph that was kept.
     """
 
-    def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
-                 index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
-                 on_loss: Callable[..., None], states: Callable[[], Sequence[torch.Tensor]] = tuple,
-                 numbers: Callable[[], Mapping[str, float]] = dict,
-                 memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
-                 sharded: ShardedModel | None = None, shard: str | None = None, reduces_each_call: bool = False,
-                 traces: bool = False) -> None:
-        self.config = config
-        self.report = report
-        self.groups = groups
-        self.agreement = agreement
-        self.index = index
-        self.sharded, self.shard, self.reduces_each_call = sharded, shard, reduces_each_call
-        self.on_run, self.on_communication, self.on_loss = on_run, on_communication, on_loss
-        self.states, self.numbers = states, numbers
-        self.memory_budget = memory_budget
+    def __init__(self, step: StepContext, report: Report, state: TrainingState | None = None, *,
+                 on_loss: Callable[..., None] = _nothing, reduce_gradients: bool = True, traces: bool = False) -> None:
+        self.step, self.config, self.groups, self.sharded = step, step.config, step.groups, step.sharded
+        self.report, self.state, self.on_loss = report, state, on_loss
         self.reduce_gradients = reduce_gradients
-        self.safeguard = safeguard
         self.traces = traces
         self.traced: Traced | None = None
         self._runs = True
@@ -124,7 +136,7 @@ class StepCompiler:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         # What was captured: its inputs by name, and what is refused of it.
         _switch_gradients_on(gm)
-        placeholders = read_inputs(gm, example_inputs, self.config, self.index, is_train_step=True)
+        placeholders = read_inputs(gm, example_inputs, self.config, self.step.index, is_train_step=True)
         check_plain(placeholders, example_inputs)
         _check_no_backward(gm)
         check_functions(gm)
@@ -134,10 +146,10 @@ class StepCompiler:
         if not self.reduce_gradients:
             _check_unwritten(gm, by_forward)
         is_mean = self._is_mean(gm, placeholders)
-        if is_mean and not self.reduce_gradients and not self.reduces_each_call:
+        if is_mean and not self.reduce_gradients and not self.step.reduces_each_call:
             self._share_counts(gm)
         taken = set(map(id, example_inputs))
-        left_out = sum(state.nbytes for state in self.states() if id(state) not in taken)
+        left_out = sum(x.nbytes for x in (self.state.now.tensors if self.state is not None else ()) if id(x) not in taken)
         shards: dict[int, Any] = {}
         if self.sharded is not None:
             shards = self.sharded.shards(example_inputs)
@@ -145,13 +157,13 @@ class StepCompiler:
             example_inputs = _with_rows(example_inputs, shards, fake_mode(gm.graph))
         # The forward passes.
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
-                                 is_train_step=True, memory_budget=self.memory_budget, left_out=left_out,
-                                 safeguard=self.safeguard, shards=self.sharded.groups(shards) if shards else (),
+                                 is_train_step=True, memory_budget=self.step.memory_budget, left_out=left_out,
+                                 safeguard=self.step.safeguard, shards=self.sharded.groups(shards) if shards else (),
                                  sharded_sums=self.sharded.sums(shards) if shards else (),
                                  cast_by_policy=self.sharded is not None and self.sharded.casts,
-                                 sharded_over=self.groups.shards, shard=self.shard, has_backward=_backward(gm) is not None)
+                                 sharded_over=self.groups.shards, shard=self.step.shard, has_backward=_backward(gm) is not None)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
-                        mode=self.index.mode() if context.has_backward else "update")
+                        mode=self.step.index.mode() if context.has_backward else "update")
         if composed := compose_norms(gm):
             self.report.note(f"apexfx: the loss holds a derivative of a derivative, so {', '.join(composed)} is composed of ops: "
                              "torch's own third derivative of it is wrong")
@@ -159,18 +171,18 @@ class StepCompiler:
         params, grads, updated = _applied(gm)
         present = [gradient is not None for gradient in grads]
         collectives = self._collectives(graph, [p.meta[NAME] for p, here in zip(params, present) if here],
-                                        reached if self.reduces_each_call else ())
-        agreement = self.agreement if collectives else None
-        communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.index.mode,
-                                      self.numbers)
+                                        reached if self.step.reduces_each_call else ())
+        agreement = self.step.agreement if collectives else None
+        communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.step.index.mode,
+                                      lambda: self.state.now.numbers)
 
         def before_communicating() -> None:
             if agreement is not None:
                 agreement.before_run(communication)
-            self.on_communication()
+            self.state.note_communication()
 
         # AOTAutograd, the passes of backward and step, and code.
-        step_passes = StepPasses(graph, present, left_out, self.on_run, before_communicating, self.groups.names())
+        step_passes = StepPasses(graph, present, left_out, self._note_change, before_communicating, self.groups.names())
         if self.traces:
             return self._keeping(graph, step_passes)
         if (backward := _backward(gm)) is not None:
@@ -184,6 +196,9 @@ class StepCompiler:
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
         return self._guarded(compiled, before_communicating, waits, check_memory, leaves,
                              functools.partial(self.on_loss, is_mean=is_mean, present=reached), shards)
+
+    def _note_change(self) -> None:
+        self.state.note_change()
 
     def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                          example_inputs: Sequence[Any]) -> list[Placeholder]:
@@ -230,9 +245,10 @@ class StepCompiler:
 
     def _check_budget(self, record: GraphReport) -> None:
         memory = record.stages[-1].memory
-        if not self.memory_budget or memory is None or memory.peak <= self.memory_budget:
+        budget = self.step.memory_budget
+        if not budget or memory is None or memory.peak <= budget:
             return
-        message = (f"apexfx: memory_budget={self.memory_budget} was given, and {memory.peak} bytes is the least that recompute "
+        message = (f"apexfx: memory_budget={budget} was given, and {memory.peak} bytes is the least that recompute "
                    f"reaches in graph {record.index}; report.memory() says what they are")
         warned = any(note.startswith("apexfx: memory_budget=") for note in self.report.notes)
         self.report.note(message) if warned else self.report.warn(message)
@@ -264,9 +280,9 @@ class StepCompiler:
             with waits():
                 if self.config.inner != "eager":
                     before_communicating()
-                    self.on_run()
+                    self._note_change()
                 outputs = compiled(*args)
-                self.on_run()
+                self._note_change()
                 self.not_run.discard(compiled)
                 return outputs
 

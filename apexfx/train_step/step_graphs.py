@@ -12,7 +12,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from .components import Components
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
 from .model import StepModel, check_contexts, check_traceable, warn_of_eval_mode
 from .state import TrainingState
-from .step_compiler import NotRun, StepCompiler
+from .step_compiler import NotRun, StepCompiler, StepContext
 from .step_inputs import StepInputs
 
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
@@ -66,23 +66,21 @@ class StepGraphs:
 
     def __init__(self, components: Components, state: TrainingState) -> None:
         self._components, self._state = components, state
-        self._make_compiler = functools.partial(
-            StepCompiler, components.options.config, report=components.report, groups=components.groups,
-            agreement=components.agreement, index=components.index, sharded=components.sharded, shard=components.options.shard,
-            reduces_each_call=components.reduces_each_call, on_run=state.note_change, on_communication=state.note_communication,
-            on_loss=self._before_run, states=lambda: state.now.tensors, numbers=lambda: state.now.numbers,
-            memory_budget=components.options.memory_budget, safeguard=components.safeguard is not None)
-        self._steps, self._accumulates = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
-        self._updates = self._variant(run_update, on_loss=_nothing)
-        groups = components.groups
-        self._updates_apart = components.options.accumulate > 1 and (groups.gradients or groups.shards) is None
+        options, groups = components.options, components.groups
+        self._context = StepContext(
+            options.config, groups, components.index, components.agreement, components.sharded, options.shard,
+            components.reduces_each_call, options.memory_budget, safeguard=components.safeguard is not None)
+        self._steps = self._variant(run_step, on_loss=self._before_run)
+        self._accumulates = self._variant(run_accumulate, on_loss=self._before_run, reduce_gradients=False)
+        self._updates = self._variant(run_update)
+        self._updates_apart = options.accumulate > 1 and (groups.gradients or groups.shards) is None
         self._ends = False  # the call under way ends an accumulation
         self._known: set[tuple[Any, ...]] = set()  # updates that were compiled
         self._settings = _dynamo_settings()
         self._patch = dynamo_config.patch(self._settings)  # making one costs more than entering it
 
     def _variant(self, function: Callable[..., Any], **options: Any) -> _Variant:
-        compiler = self._make_compiler(**options)
+        compiler = StepCompiler(self._context, self._components.report, self._state, **options)
         compiling = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True,
                                   dynamic=self._components.options.config.dynamic)
         return _Variant(compiler, compiling, run_cached_graphs(compiling))
@@ -141,7 +139,8 @@ class StepGraphs:
             As a call.
         """
         check_traceable(self._components.model, self._components.options)
-        compiler = self._make_compiler(report=Report(self._components.report.config), agreement=None, traces=True)
+        compiler = StepCompiler(replace(self._context, agreement=None), Report(self._components.report.config), self._state,
+                                traces=True)
         return trace(run_step, compiler, self._components.step_model, self._state.inputs(self._components.model), batch, named)
 
     def _run_cached(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
@@ -236,21 +235,16 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
 
     Args:
         model, objective, params, scale, calls: as of `StepInputs`.
-        config, groups: as of `StepCompiler`.
+        config, groups: as of `StepContext`.
 
     Raises:
         As a call of a step.
     """
     index = ModelIndex(lambda: model.model)
     index.add_parameters(model.objective_modules.named_tensors()[0])
-    compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None, index=index,
-                            on_run=_nothing, on_communication=_nothing, on_loss=_nothing, reduce_gradients=False, traces=True)
+    compiler = StepCompiler(StepContext(config, groups, index), Report(config.describe()), reduce_gradients=False, traces=True)
     inputs = StepInputs(model.model, objective, params, scale=scale, calls=calls)
     return trace(run_gradients, compiler, model, inputs, batch, named)
-
-
-def _nothing(**_: Any) -> None:
-    pass
 
 
 def _dynamo_settings() -> dict[str, Any]:
