@@ -121,6 +121,11 @@ def is_alone_in_memory(tensor: torch.Tensor) -> bool:
     return storage.resizable() and torch._C._storage_Use_Count(storage._cdata) == 2
 
 
+def was_written(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor, or another one in its memory, was written in place; of inference mode's it is not known."""
+    return not tensor.is_inference() and tensor._version > 0
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether functions are registered to run around the steps of this optimizer, or of all, and do not only observe."""
     own = (vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))  # a wrapper may have none

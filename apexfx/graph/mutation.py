@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._torch import HigherOrderOperator, OpOverload, below_functorch, tree_leaves
-from .nodes import Call, argument, graphs, value
-from .op_names import canonical_name
+from .._torch import HigherOrderOperator, OpOverload, below_functorch, tree_leaves, was_written
+from .nodes import Call, argument, graphs, op_of, value
+from .op_names import canonical_name, is_foreign
 
 _READS_DESPITE_NAME = ("requires_grad_", "retain_grad_")
 _WITH_STATISTICS = ("batch_norm", "instance_norm", "apexfx.sync_batch_norm")
@@ -45,11 +46,13 @@ def written(node: fx.Node | Call) -> list[Any]:
         return []
     if isinstance(node.target, HigherOrderOperator):
         return _written_by_body(node)
-    sources: list[Any] = [node.args[0]] if node.args and writes_first(node) else []
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    sources: list[Any] = [first] if writes_first(node) else []
     sources += tree_leaves(node.kwargs.get("out"))
-    if isinstance(node.target, OpOverload):
-        sources += _written_by_schema(node)
     if node.op == "call_function":
+        if is_foreign(canonical_name(node.target)):
+            sources += _perhaps_written(node)
+        sources += _written_by_schema(node)
         sources += statistics(node)  # which schemas do not name
         if canonical_name(node.target) in ("embedding", "embedding_bag") and argument(node, "max_norm") is not None:
             sources.append(argument(node, "weight"))
@@ -63,9 +66,19 @@ def statistics(node: fx.Node | Call) -> list[Any]:
     return [argument(node, "running_mean"), argument(node, "running_var")]
 
 
+def _perhaps_written(node: fx.Node | Call) -> list[Any]:
+    """Return which inputs of the graph a function of the user's may write, which it calls as it is: something did."""
+    if isinstance(node.target, OpOverload) or not isinstance(node, fx.Node):
+        return []
+    of_inputs = frozenset().union(*(storages(value(source)) for source in node.graph.find_nodes(op="placeholder")))
+    return [source for source in node.all_input_nodes
+            if isinstance(x := value(source), Tensor) and storages(x) & of_inputs and was_written(x)]
+
+
 def _written_by_schema(node: fx.Node | Call) -> list[Any]:
     sources: list[Any] = []
-    for place, parameter in enumerate(node.target._schema.arguments):
+    op = op_of(node.target)
+    for place, parameter in enumerate(op._schema.arguments if op is not None else ()):
         if parameter.alias_info is not None and parameter.alias_info.is_write:
             operand = node.args[place] if place < len(node.args) else node.kwargs.get(parameter.name)
             sources += tree_leaves(operand)
@@ -73,13 +86,23 @@ def _written_by_schema(node: fx.Node | Call) -> list[Any]:
 
 
 def _written_by_body(node: fx.Node) -> list[fx.Node]:
-    pair = body_of(node)
-    if pair is None:  # what gives no tensor is called for what it writes: a kernel of Triton
+    leaves = tree_leaves(node.args)
+    called = {leaf: body for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(body := _held(leaf), fx.GraphModule)}
+    if not called:  # what gives no tensor is called for what it writes: a kernel of Triton
         return [] if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value(node))) else node.all_input_nodes
-    body, operands = pair
-    touched = written_storages(body)
-    inputs = body.graph.find_nodes(op="placeholder")
-    return [o for o, p in zip(operands, inputs) if isinstance(o, fx.Node) and storages(value(p)) & touched]
+    operands = leaves[max(place for place, leaf in enumerate(leaves) if leaf in called) + 1:]
+    sources: list[fx.Node] = []
+    for body in called.values():
+        touched, inputs = written_storages(body), body.graph.find_nodes(op="placeholder")
+        if len(inputs) == len(operands):
+            sources += [o for o, p in zip(operands, inputs) if isinstance(o, fx.Node) and storages(value(p)) & touched]
+        else:
+            sources += [o for o in operands if isinstance(o, fx.Node) and storages(value(o)) & touched]
+    return sources
+
+
+def _held(node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(node.graph.owning_module) if node.op == "get_attr" else None
 
 
 def written_storages(gm: fx.GraphModule) -> frozenset[StorageWeakRef]:

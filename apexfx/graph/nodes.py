@@ -271,16 +271,24 @@ def argument(node: fx.Node | Call, name: str) -> Any:
 @functools.cache
 def _parameters(target: Callable[..., Any]) -> dict[str, tuple[int, Any]]:
     """Return {name: (position, default)} of the parameters of `target`."""
-    if isinstance(target, OpOverload):
-        return {a.name: (place, a.default_value) for place, a in enumerate(target._schema.arguments)}
+    if (op := op_of(target)) is not None:
+        return {a.name: (place, a.default_value) for place, a in enumerate(op._schema.arguments)}
     try:
         parameters = inspect.signature(target).parameters.values()
-    except (ValueError, TypeError):  # written in C: those of the op of its name, where that has no two overloads
-        packet = getattr(torch.ops.aten, getattr(target, "__name__", ""), None)
-        names = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
-        overloads = [name for name in names if not name.endswith("out")]
-        return _parameters(getattr(packet, overloads[0])) if len(overloads) == 1 else {}
+    except (ValueError, TypeError):
+        return {}
     return {p.name: (place, None if p.default is p.empty else p.default) for place, p in enumerate(parameters)}
+
+
+@functools.cache
+def op_of(target: Callable[..., Any]) -> OpOverload | None:
+    """Return the op that `target` is, or that a function of torch's written in C calls, where that has no two overloads."""
+    if isinstance(target, OpOverload):
+        return target
+    packet = getattr(torch.ops.aten, target.__name__, None) if inspect.isbuiltin(target) else None
+    names = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
+    overloads = [name for name in names if not name.endswith("out")]
+    return getattr(packet, overloads[0]) if len(overloads) == 1 else None
 
 
 def insert_after(node: fx.Node) -> Any:

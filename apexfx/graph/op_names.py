@@ -53,7 +53,7 @@ def canonical_name(func: Callable[..., Any] | str) -> str:
         return _plain(name) if namespace in ("aten", "prims") else f"{namespace}.{name}"
     name = getattr(func, "__name__", None) or type(func).__name__
     module = getattr(func, "__module__", None) or "torch"  # the methods of Tensor that are written in C have none
-    if module.split(".")[0] not in _TORCH_MODULES:
+    if module.split(".")[0] not in _TORCH_MODULES or module.startswith("torch._dynamo.variables"):  # that of nonstrict_trace
         return f"{module}.{getattr(func, '__qualname__', name)}"
     if name == "fn" and "boolean_dispatch" in getattr(func, "__qualname__", ""):
         name = "pooling"  # F.max_pool2d and its kind: one wrapper that chooses by return_indices

@@ -332,6 +332,10 @@ class CastInserter:
                 with self.mode:  # what was a view of an argument is one of the cast, of which nothing else may be a view
                     set_value(node, tree_map(lambda leaf: leaf.clone() if storages(leaf) - given else leaf, value(node)))
                 self.changed.add(node)
+            for source in self.changed.intersection(written(node)):  # not cast, and perhaps returned
+                was = storages(self.captured.get(source))
+                set_value(node, tree_map(lambda leaf: value(source) if storages(leaf) & was else leaf, value(node)))
+                self.changed.add(node)
             self._record_casts()
             return
         body, operands = pair

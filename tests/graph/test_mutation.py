@@ -15,6 +15,9 @@ triton_kernel = torch.ops.higher_order.triton_kernel_wrapper_mutation
     (lambda x, w: torch.add(x, 1.0, out=w), ["w"]),
     (lambda x, w: w.copy_(x), ["w"]),
     (lambda x, w: F.relu(w, inplace=True), ["w"]),
+    (lambda x, w: F.relu(input=w, inplace=True), ["w"]),
+    (lambda x, w: torch.fused_moving_avg_obs_fake_quant(x, x, x, w[0], w[1], w[2], w[3], 0.1, 0, 255, -1),
+     ["getitem", "getitem_1", "getitem_2", "getitem_3"]),
     (lambda x, w: w.bitwise_and_(x), ["w"]),
     (lambda x, w: w & x, []),
     (lambda x, w: F.embedding(x.long(), w, max_norm=1.0), ["w"]),
@@ -27,8 +30,8 @@ triton_kernel = torch.ops.higher_order.triton_kernel_wrapper_mutation
                                 kwargs={"x": x, "out": w, "n": 3}), ["x", "w"]),
     (lambda x, w: F.embedding(x.long(), w), []),
     (lambda x, w: F.relu(w), []),
-], ids=["out=", "method", "inplace=", "bitwise_and_", "and", "max_norm=", "statistics", "instance_norm", "native_batch_norm",
-        "aten.batch_norm", "schema", "triton", "embedding", "relu"])
+], ids=["out=", "method", "inplace=", "input=", "schema of a function", "bitwise_and_", "and", "max_norm=", "statistics",
+        "instance_norm", "native_batch_norm", "aten.batch_norm", "schema", "triton", "embedding", "relu"])
 def test_written(call, names):
     graph = torch.fx.symbolic_trace(call).graph
     last = [node for node in graph.nodes if node.op in ("call_function", "call_method")][-1]

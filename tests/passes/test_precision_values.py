@@ -37,6 +37,79 @@ def test_a_mutated_buffer_is_never_a_copy(level):
     assert level == "O1" or any(row["tensor"] == "scale" for row in entry)
 
 
+class _Counts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, count):
+        count.add_(1)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+class _Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def _count(x, count):
+    count.add_(1)
+    return x * 2
+
+
+def _count_in_branch(x, count):
+    with torch.no_grad():
+        torch.cond(x.sum() > 0, lambda c: c.add_(1).sum(), lambda c: c.add_(2).sum(), (count,))
+    return x * 2
+
+
+def _clip(x, count):
+    with torch.no_grad():
+        F.hardtanh(input=count, min_val=1.0, max_val=2.0, inplace=True)
+    return x * 2
+
+
+def _double(x, count):
+    x = x * 1
+    _Doubles.apply(x.view(-1))
+    return x
+
+
+def _double_in_branch(x, count):
+    with torch.no_grad():
+        x = x * 1
+        torch.cond(count.sum() > 0, lambda c: c.mul_(2).sum(), lambda c: c.add_(2).sum(), (x,))
+    return x
+
+
+@table(3, "call", [
+    pytest.param(_Counts.apply, id="autograd.Function"), pytest.param(_count_in_branch, id="cond"),
+    pytest.param(_clip, id="input="), pytest.param(torch._dynamo.allow_in_graph(_count), id="allow_in_graph"),
+    pytest.param(torch._dynamo.nonstrict_trace(_count), id="nonstrict_trace"), pytest.param(_double, id="view of an activation"),
+    pytest.param(_double_in_branch, id="activation")])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_a_body_or_a_function_writes_is_read_as_it_is_then(call, level):
+    def forward(m, x):
+        with torch.no_grad():
+            before = F.linear(m.count, m.fc.weight)
+        y = call(m.fc(x), m.count)
+        with torch.no_grad():
+            return y + before + F.linear(m.count, m.fc.weight)
+
+    model = Model(forward, fc=nn.Linear(4, 4), count=nn.Buffer(torch.zeros(4)))
+    reference, x = copy.deepcopy(model), torch.randn(3, 4)
+    out, _ = run(model, x, level=level)
+    assert_close(out, reference(x), dtype=torch.bfloat16, scale=4)
+    assert torch.equal(model.count, reference.count)
+
+
 def test_an_output_that_is_a_view_of_an_input_stays_one():
     def f(x, w):
         v = x.view(-1)
