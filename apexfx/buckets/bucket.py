@@ -47,7 +47,7 @@ class GradientSpec:
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """One gradient's place in a bucket; `offset_bytes` counts in the reduced buffer. The rest as in `GradientSpec`."""
 
     parameter: str
@@ -76,7 +76,7 @@ class Bucket:
         window_flops: of the matrix products between start and wait; None before a graph was seen.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketSlot, ...]
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     output_dtype: torch.dtype
@@ -122,7 +122,7 @@ class Bucket:
         """Elements to whose multiples slots are aligned: in the reduced buffer and in results, whose elements may be wider."""
         return max(1, ALIGNMENT_BYTES // min(self.reduce_dtype.itemsize, self.output_dtype.itemsize))
 
-    def with_slots(self, slots: Iterable[Slot], *, packed: bool) -> Bucket:
+    def with_slots(self, slots: Iterable[BucketSlot], *, packed: bool) -> Bucket:
         """Return a bucket of this kind with other slots, laid out anew.
 
         Args:
@@ -199,7 +199,7 @@ class Bucket:
             if not isinstance(getattr(torch, str(row[name]), None), torch.dtype):
                 raise ValueError(f"apexfx: bucket {index} of the plan has {name}={row[name]!r}, expected the name of a dtype")
         dtypes = {name: getattr(torch, row[name]) for name in _DTYPES}
-        slots = tuple(Slot(s["parameter"], tuple(s["shape"]), s["offset_bytes"],
+        slots = tuple(BucketSlot(s["parameter"], tuple(s["shape"]), s["offset_bytes"],
                            tuple(s["dim_order"]) if s.get("dim_order") else None, tuple(s.get("shared_with", ())))
                       for s in row["slots"])
         return cls(**(row | dtypes | {"slots": slots}))

@@ -25,7 +25,7 @@ from .._torch import ddp_bucket_indices
 from ..config import HALVES, BucketConfig
 from ..graph.printing import count_text
 from . import ddp_layout
-from .bucket import Bucket, GradientSpec, Slot, dim_order, group_gradients
+from .bucket import Bucket, BucketSlot, GradientSpec, dim_order, group_gradients
 from .divisors import divisors
 from .windows import Window
 
@@ -206,7 +206,7 @@ def plan_buckets(specs: Sequence[GradientSpec], config: BucketConfig, world_size
         first = members[0]
         bucket = Bucket((), first.dtype, _reduce_dtype(first, config), first.output_dtype, first.device.type, 0,
                         predivide, postdivide, "end" if config.delay_allreduce else "ready")
-        slots = [Slot(s.name, s.shape, 0, s.dim_order, s.shared_with) for s in members]
+        slots = [BucketSlot(s.name, s.shape, 0, s.dim_order, s.shared_with) for s in members]
         buckets.append(bucket.with_slots(slots, packed=config.layout == "ddp"))
     return BucketPlan(tuple(buckets), world_size, config.layout, group_name)
 

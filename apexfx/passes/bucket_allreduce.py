@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..buckets.bucket import dim_order
-from ..buckets.plan import Bucket, BucketPlan, GradientSpec, Slot, given_plan, plan_buckets
+from ..buckets.plan import Bucket, BucketPlan, BucketSlot, GradientSpec, given_plan, plan_buckets
 from ..buckets.windows import MARK, windows
 from ..config import HALVES, BucketConfig
 from ..distributed.agreement import TRAINED
@@ -279,7 +279,7 @@ class Emitter:
         name = f"bucket_{index}_{short_dtype(dtype)}"
         return self.call(index, prims.convert_element_type.default, (flat, dtype), like=like, name=name)
 
-    def restore(self, index: int, slot: Slot, part: fx.Node, *, like: fx.Node) -> fx.Node:
+    def restore(self, index: int, slot: BucketSlot, part: fx.Node, *, like: fx.Node) -> fx.Node:
         """Insert what makes a slot the gradient that it holds."""
         name = gradient_name(slot)
         if slot.dim_order is None:
@@ -297,7 +297,7 @@ class Emitter:
         return node
 
 
-def gradient_name(slot: Slot, *, flat: bool = False) -> str:
+def gradient_name(slot: BucketSlot, *, flat: bool = False) -> str:
     """Return what a parameter's averaged gradient is called in the graph."""
     return identifier(slot.parameter) + ("_grad_flat" if flat and (len(slot.shape) != 1 or slot.dim_order) else "_grad")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.bucket import Bucket, GradientSpec, Slot
+from ..buckets.bucket import Bucket, BucketSlot, GradientSpec
 from ..buckets.plan import BucketPlan
 from ..buckets.windows import MARK
 from ..graph.collectives import is_wait
@@ -70,7 +70,7 @@ class ScatterGradients(BucketAllreduce):
         """Have what has no dimension, and so no rows, in buckets of its own at the end, which an allreduce sums."""
         plan = super()._make_plan(specs)
         of_rows: list[Bucket] = []
-        others: dict[Any, tuple[Bucket, list[Slot]]] = {}
+        others: dict[Any, tuple[Bucket, list[BucketSlot]]] = {}
         for bucket in plan.buckets:
             if slots := [slot for slot in bucket.slots if slot.shape]:
                 of_rows.append(bucket if len(slots) == len(bucket.slots) else bucket.with_slots(slots, packed=False))
@@ -141,7 +141,7 @@ class _RowsEmitter(Emitter):
         return [self.call(index, operator.getitem, (split, place), like=like, name=gradient_name(slot, flat=True))
                 for place, slot in enumerate(bucket.slots)]
 
-    def restore(self, index: int, slot: Slot, part: fx.Node, *, like: fx.Node) -> fx.Node:
+    def restore(self, index: int, slot: BucketSlot, part: fx.Node, *, like: fx.Node) -> fx.Node:
         if not slot.shape:
             return super().restore(index, slot, part, like=like)
         first, last = span(slot.shape[0], self.plan.world_size, self.plan.group_name)

@@ -14,7 +14,7 @@ from ..optimizers.update import Labels
 from ..optimizers.update_rules import Option, options_of, updates
 from .hyperparameters import Hyperparameters
 from .parts.apply_update import ApplyStep, ApplyUpdate
-from .slots import Row
+from .slots import SlotTensor
 
 
 class OptimizerState:
@@ -68,7 +68,7 @@ class OptimizerState:
                                   bool(update.masters))
             first = last
 
-    def rows(self, names: dict[int, str]) -> Iterator[Row]:
+    def slot_tensors(self, names: dict[int, str]) -> Iterator[SlotTensor]:
         """Yield what the updates read and write: "layer1.weight.exp_avg", "lr_0".
 
         Args:
@@ -77,9 +77,9 @@ class OptimizerState:
         first = 0
         for update in self.updates:
             places = {id(p): place for place, p in enumerate(update.params, first)}
-            yield from (Row(key, f"{names[id(p)]}.{key}", tensor, places[id(p)]) for p, key, tensor in update.named())
+            yield from (SlotTensor(key, f"{names[id(p)]}.{key}", tensor, places[id(p)]) for p, key, tensor in update.named())
             first += len(update.params)
-        yield from (Row(name, name, tensor) for name, tensor in self.scalars.items())
+        yield from (SlotTensor(name, name, tensor) for name, tensor in self.scalars.items())
 
     def note_run(self) -> None:
         """Note that counts of updates, and other numbers of the state, are as the graph left them."""

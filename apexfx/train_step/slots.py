@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Row:
+class SlotTensor:
     """A tensor that the end of a step reads or writes.
 
     Attributes:
@@ -37,9 +37,9 @@ class Row:
     compared: bool = False
 
 
-def slots_of(rows: Iterable[Row]) -> tuple[tuple[str, int | None], ...]:
-    """Return of each row what a `Plan` has of it."""
-    return tuple((row.slot, row.place) for row in rows)
+def slots_of(tensors: Iterable[SlotTensor]) -> tuple[tuple[str, int | None], ...]:
+    """Return of each tensor what a `Plan` has of it."""
+    return tuple((each.slot, each.place) for each in tensors)
 
 
 class Slots:
@@ -78,7 +78,7 @@ class Slots:
         """Return what parameters have of a slot, by parameter."""
         return self._of_params[name]
 
-    def rows(self, params: Sequence[Tensor], names: Mapping[int, str], of_model: Collection[int]) -> Iterator[Row]:
+    def slot_tensors(self, params: Sequence[Tensor], names: Mapping[int, str], of_model: Collection[int]) -> Iterator[SlotTensor]:
         """Yield what a graph reads and writes of these parameters; what is missing is made.
 
         Args:
@@ -91,15 +91,16 @@ class Slots:
                 raise ValueError(f"apexfx: {slot.saved[0]}= is of the parameters of the model, and the step trains none of them; "
                                  "leave it out")
             if not slot.each:
-                yield Row(name, name, self._of_step[name], compared=slot.compared)
+                yield SlotTensor(name, name, self._of_step[name], compared=slot.compared)
             elif slot.each == "number":
                 held = self._of_params[name]
                 vector = torch.stack([self._of(slot, params[place]) for place in members])
                 held.update(zip([params[place] for place in members], vector.unbind()))
-                yield Row(name, name, vector, compared=slot.compared)
+                yield SlotTensor(name, name, vector, compared=slot.compared)
             else:
                 for place in members:
-                    yield Row(name, f"{names[id(params[place])]}.{name}", self._of(slot, params[place]), place, slot.compared)
+                    p = params[place]
+                    yield SlotTensor(name, f"{names[id(p)]}.{name}", self._of(slot, p), place, slot.compared)
 
     def _of(self, slot: Slot, p: Tensor) -> Tensor:
         """Return what a parameter has of a slot, made where it has none."""

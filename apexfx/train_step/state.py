@@ -27,7 +27,7 @@ from .mean import StepMean
 from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import with_updates
-from .slots import Row, slots_of
+from .slots import SlotTensor, slots_of
 from .step_inputs import StepInputs
 from .structure import Structure
 
@@ -39,7 +39,7 @@ class StepState:
     Attributes:
         params: what is trained, in the order of the updates.
         names: of parameters, by id.
-        rows: of the slots that the graph takes, in its order.
+        slot_tensors: those of the slots that the graph takes, in its order.
         gradient_sums: what calls have accumulated of `params`; [] where no calls accumulate.
         optimizer: the optimizer's state; None where it updates outside of the graph.
         plan: what happens to the gradients, and in what.
@@ -50,7 +50,7 @@ class StepState:
 
     params: list[Tensor] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    slot_tensors: list[SlotTensor] = field(default_factory=list)
     gradient_sums: list[Tensor] = field(default_factory=list)
     optimizer: OptimizerState | None = None
     plan: Plan = Plan()
@@ -60,8 +60,8 @@ class StepState:
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:
-        """Those of the rows; of a sharded one what this rank has."""
-        return [local_rows(row.tensor) for row in self.rows]
+        """Those of the slots; of a sharded one the rows that this rank has."""
+        return [local_rows(each.tensor) for each in self.slot_tensors]
 
     @property
     def numbers(self) -> Mapping[str, float]:
@@ -71,8 +71,8 @@ class StepState:
     @functools.cached_property
     def compared(self) -> list[tuple[str, Tensor]]:
         """The slots by which replicas are compared, by the name of the parameter that they belong to, or their own."""
-        return [(row.name if row.place is None else self.names[id(self.params[row.place])], row.tensor)
-                for row in self.rows if row.compared]
+        return [(each.name if each.place is None else self.names[id(self.params[each.place])], each.tensor)
+                for each in self.slot_tensors if each.compared]
 
 
 def read(components: Components, before: StepState, means: Tensor | None) -> StepState:
@@ -106,20 +106,21 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
     sums = [known[id(p)].to(dtype_of_sum(p)) if id(p) in known
             else torch.zeros_like(like(p), dtype=dtype_of_sum(p), requires_grad=False)
             for p in params] if options.accumulate > 1 else []
-    of_optimizer = list(state.rows(names)) if state is not None else []
-    rows = [*components.slots.rows(params, names, set(map(id, components.model.parameters()))), *of_optimizer]
-    if twice := [row.slot for row in of_optimizer if row.slot in components.slots]:
+    of_optimizer = list(state.slot_tensors(names)) if state is not None else []
+    of_parts = components.slots.slot_tensors(params, names, set(map(id, components.model.parameters())))
+    tensors = [*of_parts, *of_optimizer]
+    if twice := [each.slot for each in of_optimizer if each.slot in components.slots]:
         raise ValueError(f"apexfx: the slot {twice[0]!r} is there twice, of a part of this step and of the optimizer; give "
                          "that of the part another name")
     components.index.add_parameters(components.objective_modules.named_tensors()[0])
     in_graph = sums if components.sharded is None else components.sharded.wholes(params, sums)[1]
     components.index.add_states({
-        **{row.name: local_rows(row.tensor) for row in rows},
+        **{each.name: local_rows(each.tensor) for each in tensors},
         **{f"{names[id(p)]}{ACCUMULATED}": total for p, total in zip(params, in_graph)},
         **({MEANS: means} if means is not None else {})})
     parts = with_updates(components.parts, state.parts() if state is not None else ())
-    plan = registered(Plan(parts, slots_of(rows), options.keep_grads or state is None))
-    return StepState(params, names, rows, sums, state, plan, schedulable, scheduled, constants_of(optimizers, scheduled))
+    plan = registered(Plan(parts, slots_of(tensors), options.keep_grads or state is None))
+    return StepState(params, names, tensors, sums, state, plan, schedulable, scheduled, constants_of(optimizers, scheduled))
 
 
 class TrainingState:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...buckets.bucket import GradientSpec, Slot
+from ...buckets.bucket import BucketSlot, GradientSpec
 from ...buckets.plan import BucketPlan
 from ...ops.orthogonalize_rows import parts_of, slots
 from .network import Network
@@ -56,7 +56,7 @@ class _Rows:
     itemsize: int
 
     @classmethod
-    def of(cls, number: int, members: Iterable[tuple[str, GradientSpec | Slot]], itemsize: int, num_ranks: int) -> _Rows:
+    def of(cls, number: int, members: Iterable[tuple[str, GradientSpec | BucketSlot]], itemsize: int, num_ranks: int) -> _Rows:
         names, specs = zip(*members)
         padded = sum(-(-(spec.shape or (1,))[0] // num_ranks) * num_ranks * math.prod(spec.shape[1:]) for spec in specs)
         return cls(number, names, sum(spec.numel for spec in specs), padded, itemsize)
@@ -159,7 +159,7 @@ class _Sums:
         matrices: what Muon updates, and the seconds of each.
     """
 
-    def __init__(self, rank: _Rank, name: str, members: Mapping[int, tuple[Sequence[tuple[str, GradientSpec | Slot]], int]],
+    def __init__(self, rank: _Rank, name: str, members: Mapping[int, tuple[Sequence[tuple[str, GradientSpec | BucketSlot]], int]],
                  matrices: Sequence[tuple[GradientSpec, float]]) -> None:
         self._rank, self._name, self._matrices = rank, name, matrices
         taken = {spec.name for spec, _ in matrices}
