@@ -653,6 +653,18 @@ class OfFloats(Foreign):
         p.sub_(g, alpha=group["lr"])
 
 
+class OfOtherDtypes(Foreign):
+    """Adds what is of several dtypes, by a number."""
+
+    def init(self, p, state):
+        state.update(low=torch.zeros_like(p, dtype=torch.bfloat16), sum=torch.zeros_like(p), whole=torch.zeros_like(p, dtype=int))
+
+    def update(self, p, g, state, group):
+        low, rate = state["low"].copy_(g), group["weight_decay"]
+        state["sum"].addcmul_(low, low, value=rate).addcdiv_(low, low.abs() + 1, value=rate)
+        p.sub_(low.add(state["sum"], alpha=rate) + state["whole"].add_(1).add(g, alpha=rate), alpha=group["lr"])
+
+
 RATE, RATES, CALLS, COUNTS = 1.0, {"rate": 1.0}, 0, {"calls": 0}
 HELD = OF_PROPERTY = OF_STATIC = WITHIN = 1.0
 

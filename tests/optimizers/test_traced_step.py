@@ -250,6 +250,7 @@ RARE = {  # the heads that calls use, the hyperparameter that a schedule changes
     "counts of some parameters": (foreign.SomeCounted, [(0, 1)] * 4, "lr", 1.0),
     "counts of calls": (foreign.AllCounted, [(0, 1), (0,), (1,), (0, 1), (0,), (0, 1)], "lr", 1.0),
     "by how many": (foreign.OneOfAll, [(0, 1)] * 4, "lr", 3.0),
+    "dtypes beside one another": (foreign.OfOtherDtypes, [(0, 1)] * 4, "weight_decay", 1.0),
     "a number that is asked whether it is one": (foreign.OfFloats, [(0, 1)] * 4, "weight_decay", 1.0),
 }
 

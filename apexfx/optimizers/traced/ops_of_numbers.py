@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,25 +10,33 @@ import torch
 from torch import Tensor
 
 from ..._torch import tree_map
+from ...config import HALVES
 from .symbolic_numbers import COMPARISONS
 
 if TYPE_CHECKING:
     from .recorder import Recorder
 
 
+def _result_dtype(self: Tensor, *others: Any) -> torch.dtype:
+    """Return the dtype of an op of a tensor and others."""
+    dtypes = [torch.result_type(self, x) for x in others if isinstance(x, Tensor)]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else self.dtype
+
+
 def _wide(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute for half tensors in float32, as kernels do that take a number, and round once."""
+    """Compute in the dtype of the result, of halves in float32, as kernels do that take a number, and round once."""
     def apply(trace: Recorder, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.dtype not in (torch.float16, torch.bfloat16):
-            return function(trace, self, *args, **kwargs)
-        args, kwargs = tree_map(lambda x: x.float() if isinstance(x, Tensor) else x, (args, kwargs))
-        return function(trace, self.float(), *args, **kwargs).to(self.dtype)
+        dtype = _result_dtype(self, *args, *kwargs.values())
+        wide = torch.float32 if dtype in HALVES else dtype
+        args, kwargs = tree_map(lambda x: x.to(wide) if isinstance(x, Tensor) else x, (args, kwargs))
+        result = function(trace, self.to(wide), *args, **kwargs)
+        return result if wide == dtype else result.to(dtype)
 
     return apply
 
 
 def _add(trace, self, other, alpha=1, sign=1):
-    return _added(trace, self, other, alpha, sign, self.dtype)
+    return _added(trace, self, other, alpha, sign, _result_dtype(self, other))
 
 
 @_wide
