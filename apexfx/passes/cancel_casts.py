@@ -29,9 +29,10 @@ _EXACT_IN = {
 class CancelCasts(Pass):
     """Drop casts to the same dtype and exact round trips, and let all uses of one value share one cast.
 
-    Nothing is shared or dropped across a write to the value, into or out of a region of no_grad or inference mode, or where the
-    cast itself is written. A cast down and up again (float32, bfloat16, float32) rounds, and stays. The forward keeps its bits;
-    the gradients of uses that share a cast add up in its dtype, as under autocast, which caches casts of weights.
+    Nothing is shared or dropped across a write to the value, into or out of a region of no_grad or inference mode, where the
+    cast itself is written, or on the way to something that the program differentiates by. A cast down and up again (float32,
+    bfloat16, float32) rounds, and stays. The forward keeps its bits; the gradients of uses that share a cast add up in its
+    dtype, as under autocast, which caches casts of weights.
 
     Before:  a = _to_copy(w, bf16); y = linear(x, a); b = _to_copy(w, bf16); c = _to_copy(y, f32); d = _to_copy(c, bf16)
              z = linear(d, b)
@@ -112,6 +113,7 @@ class _Graph:
             origin = source.args[0]
             if dtype_of(origin) == dtype and self._plain(cast) and self._plain(source) \
                     and value(origin).device == value(cast).device \
+                    and not any(user.target is torch.autograd.grad for user in source.users) \
                     and not self._written_after(source, -1) and not self._written_after(origin, self.place[source]):
                 return "exact round trip", origin
         earlier = seen.get((source, dtype, self.mode[cast]))

@@ -57,7 +57,8 @@ def _target(policy: Policy, dtype: torch.dtype | None) -> torch.dtype | None:
 
 def _desired_by_users(tensor: fx.Node, policy: Policy) -> set[str]:
     """Return whether the users of `tensor` want it cast, kept, or both."""
-    if any(user.target == "requires_grad_" for user in tensor.users):  # what is differentiated by: a cast would be another leaf
+    if any(user.target == "requires_grad_" or user.target is torch.autograd.grad and tensor.op != "placeholder"
+           for user in tensor.users):  # what is differentiated by: a cast would be another leaf, a view made twice another tensor
         return {KEEP}
     desired: set[str] = set()
     for user in tensor.users:
@@ -66,7 +67,8 @@ def _desired_by_users(tensor: fx.Node, policy: Policy) -> set[str]:
 
 
 def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
-    if user.op == "output" or user.meta.get(OUTSIDE_OF_MODEL) or is_inserted_cast(user) or user_cast(user) is not None:
+    if user.op == "output" or user.meta.get(OUTSIDE_OF_MODEL) or is_inserted_cast(user) or user_cast(user) is not None \
+            or user.target is torch.autograd.grad:
         return {KEEP}
     if isinstance(user.target, HigherOrderOperator):
         pair = body_of(user)

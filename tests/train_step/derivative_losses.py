@@ -151,6 +151,34 @@ def directional_derivative():
     return mlp(), lambda model, x, direction: jvp(model, (x,), (direction,))[1].square().mean(), (X, FORCE)
 
 
+@loss
+def derivative_by_features():
+    def objective(model, x):
+        features = model[0](x).float()
+        out = model[2:](features).sum() + features.square().sum()
+        return torch.autograd.grad(out, features, create_graph=True)[0].square().mean()
+
+    return mlp(), objective, (X,)
+
+
+class ByWeight(nn.Module):
+    """Returns the gradient by a weight, or by a view of it, that is read in float64, too."""
+
+    def __init__(self, shape, viewed):
+        super().__init__()
+        self.weight, self.viewed = nn.Parameter(torch.linspace(-1, 1, 9).cos().view(shape)), viewed
+
+    def forward(self, x):
+        weight = self.weight.view(3, 3) if self.viewed else self.weight
+        out = F.linear(x, weight).tanh().sum() + weight.double().pow(3).sum().float()
+        return torch.autograd.grad(out, weight, create_graph=True)[0]
+
+
+for name, shape in (("parameter", (3, 3)), ("view_of_one", (9,))):
+    LOSSES[f"derivative_by_a_{name}"] = lambda shape=shape: (
+        ByWeight(shape, viewed=len(shape) == 1), lambda model, x: model(x).square().mean(), (X,))
+
+
 class WrittenNorm:
     """Of a norm of torch's, whose third derivatives are wrong."""
 
