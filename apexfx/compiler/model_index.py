@@ -123,9 +123,12 @@ class ModelIndex:
         return tuple(paths) if paths else (_below_root(source),)
 
     def holds_module(self, key: str) -> bool:
-        """Return whether a module on the stack that Dynamo keeps of a node, by its `key`, is registered."""
+        """Return whether a module on the stack that Dynamo keeps of a node, by its `key`, is registered.
+
+        That of a graph which `torch.export` has made is known by a key of its own, and is one.
+        """
         identity = key.partition("@")[0]
-        return identity.isdigit() and int(identity) in self._modules
+        return not identity.isdigit() or int(identity) in self._modules
 
     def frame(self, *, guard: bool) -> tuple[str, ...]:
         """Return the paths of the module whose method Dynamo is compiling; with `guard`, for this module alone."""

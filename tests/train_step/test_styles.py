@@ -390,3 +390,11 @@ def test_looking_for_what_is_not_finite_leaves_the_model_alone(caplog):
     assert "steps in a row were skipped" in caplog.text and step.skipped == 12
     assert model.calls == 12
     assert_same(model.teacher.weight, before * 0.5**12)
+
+
+def test_a_module_that_was_exported_computes_in_half_as_the_one_it_was_made_from():
+    model, (batch,) = net(), batches(1)
+    exported = copy.deepcopy(torch.export.export(model, batch[:1]).module())  # which has the same parameters
+    losses = [apexfx.train_step(each, F.cross_entropy, SGD(each.parameters(), lr=0.1), opt_level="O2", inner="eager")(*batch)
+              for each in (model, exported)]
+    assert torch.equal(*losses)
