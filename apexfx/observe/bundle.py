@@ -27,7 +27,7 @@ from .digests import Digests, digest
 from .graph_data import from_data, to_data
 from .interpreter import Interpreter
 
-FORMAT = 3
+FORMAT = 4
 _JSON, _TENSORS, _PYTHON = "bundle.json", "tensors.pt", "graph.py"
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from .._torch import OpOverload, resolve_process_group, tree_map
 from ..graph.collectives import group_name, is_collective, is_wait, namespace, wait
+from ..graph.mutation import written
 from ..graph.nodes import op_name, source_line
 
 Observer = Callable[[fx.Node, Any], None]
@@ -22,6 +23,7 @@ class Interpreter(fx.Interpreter):
     Args:
         module: the graph, or what holds the tensors of `graph`.
         observers: called with each node and its result, once it has run; a result that is written later is seen as it was then.
+            What returns nothing is seen by what it writes.
         graph: the graph, where `module` is none.
         received: what collectives give, by the name of their node; computed for those that are not there.
         communicates: whether collectives run; all ranks have to evaluate the graph at once then.
@@ -52,8 +54,9 @@ class Interpreter(fx.Interpreter):
         else:
             alone = is_collective(n) or is_wait(n)
             result = _collective(n, self.fetch_args_kwargs_from_env(n)[0]) if alone else super().run_node(n)
+        seen = [self.env[source] for source in written(n)] if n.op == "call_function" and result is None else result
         for observe in self._observers:
-            observe(n, result)
+            observe(n, seen)
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -48,7 +48,9 @@ def replay(path: str) -> tuple[str, bool]:
     finding = non_finite.first()
     lines.append(f"not finite: {finding} (node {finding.node})" if finding is not None else "not finite: nothing")
     recorded = bundle.data["digests"]
-    compared = [node for node in nodes if node.name in recorded and node.name in digests.digests]
+    if missing := digests.digests.keys() - recorded.keys():
+        raise ValueError(f"apexfx: {path} has no digest of {min(missing)!r}, so that nothing could differ there")
+    compared = [node for node in nodes if node.name in digests.digests]
     different = [node for node in compared if recorded[node.name] != digests.digests[node.name]]
     changes = _changes(bundle)
     lines += [f"another machine than it was recorded on, so the bits may differ: {', '.join(changes)}"] if changes else []

@@ -143,6 +143,16 @@ def test_the_first_node_that_differs_is_named(copied):
     assert not same and "the first is relu: aten.neg.default" in text
 
 
+def test_an_update_that_differs_is_named(tmp_path):
+    step = make()
+    step(X, Y, ONE)
+    step.record(tmp_path / "bundle")
+    assert replay(str(tmp_path / "bundle"))[1]
+    edit(tmp_path / "bundle", lambda data: node_of(data, target="apexfx::adam_.default")["args"]["tuple"].__setitem__(-1, False))
+    text, same = replay(str(tmp_path / "bundle"))
+    assert not same and "other bits in 1 of" in text and "the first is adam_" in text
+
+
 def test_on_another_torch_bits_are_compared_only(copied):
     def change(data):
         data["machine"]["torch"] = "2.11.0"
@@ -201,7 +211,8 @@ def cut(name):
     (with_pickle, "holds more than tensors"), (plain_pickle, "holds more than tensors"),
     (cut("bundle.json"), "is damaged"), (cut("tensors.pt"), "is damaged"),
     (lambda path: (path / "bundle.json").unlink(), "is no bundle"), (lambda path: (path / "tensors.pt").unlink(), "is damaged"),
-    (lambda path: edit(path, lambda data: data.update(format=99)), "format 99, and this apexfx reads format 3"),
+    (lambda path: edit(path, lambda data: data.update(digests={})), "has no digest of"),
+    (lambda path: edit(path, lambda data: data.update(format=99)), "format 99, and this apexfx reads format 4"),
     (lambda path: edit(path, lambda data: data.pop("digests")), "lacks a part"),
     (lambda path: edit(path, lambda data: data["graph"].pop("nodes")), "is damaged"),
     (in_graph(target="os::system"), "no op of torch"), (in_graph(target="builtins::exec.default"), "no op of torch"),
