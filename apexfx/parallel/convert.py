@@ -10,7 +10,8 @@ from torch import nn
 from .._torch import BatchNorm, process_group_timeout
 from .sync_batchnorm import SyncBatchNorm
 
-_KNOWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+_KNOWN = ("torch", "apexfx", "builtins", "typing")  # packages whose methods are there behind a change of class, or not missed
+_NOT_MISSED = ("__init__", "_check_input_dim", "extra_repr", "__repr__")  # methods that a change of class may drop
 
 
 def convert_syncbn_model(
@@ -28,8 +29,8 @@ def convert_syncbn_model(
         channel_last: see `SyncBatchNorm`.
 
     Raises:
-        ValueError: a batch norm with a forward of its own, which a change of class would drop, or one without shape
-            yet. Nothing was converted then.
+        ValueError: a batch norm with a forward, or another method of torch's, of its own, which a change of class would drop, or
+            one without shape yet. Nothing was converted then.
     """
     batch_norms = [(path, m) for path, m in module.named_modules() if isinstance(m, BatchNorm)]
     for path, batch_norm in batch_norms:
@@ -42,10 +43,13 @@ def convert_syncbn_model(
 def _check(path: str, module: nn.Module) -> None:
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         raise ValueError(f"apexfx: {path!r} is a {type(module).__name__} without shape; run the model once before converting it")
-    if type(module).forward not in _KNOWN_FORWARDS or "forward" in module.__dict__:
+    own = [name for cls in type(module).__mro__ if cls.__module__.partition(".")[0] not in _KNOWN
+           for name, value in vars(cls).items() if callable(value) and hasattr(BatchNorm, name) and name not in _NOT_MISSED]
+    if own or "forward" in module.__dict__:
         raise ValueError(
-            f"apexfx: {path!r} is a {type(module).__name__} with a forward of its own, which SyncBatchNorm would replace. "
-            "transform(model, sync_bn=True) synchronizes the batch norm inside of it; or replace that module by hand."
+            f"apexfx: {path!r} is a {type(module).__name__} with a {min(own, default='forward')} of its own, which SyncBatchNorm "
+            "would replace. transform(model, sync_bn=True) synchronizes the batch norm inside of it; or replace that module by "
+            "hand."
         )
 
 

@@ -148,15 +148,20 @@ def test_copies_and_pickles():
         assert torch.equal(copy.deepcopy(net)(x), other(x))
 
 
-def test_a_forward_that_would_be_dropped_is_refused_before_anything_changes():
+def test_a_method_that_would_be_dropped_is_refused_before_anything_changes():
     class BatchNormAct(nn.BatchNorm2d):
         def forward(self, x):
             return super().forward(x).relu()
 
-    net = nn.Sequential(nn.BatchNorm2d(3), BatchNormAct(3))
-    with pytest.raises(ValueError, match="'1' is a BatchNormAct with a forward of its own"):
-        convert_syncbn_model(net)
-    assert type(net[0]) is nn.BatchNorm2d
+    class Frozen(nn.BatchNorm2d):
+        def train(self, mode=True):
+            return super().train(False)
+
+    for own, method in ((BatchNormAct, "forward"), (Frozen, "train")):
+        net = nn.Sequential(nn.BatchNorm2d(3), own(3))
+        with pytest.raises(ValueError, match=f"'1' is a {own.__name__} with a {method} of its own"):
+            convert_syncbn_model(net)
+        assert type(net[0]) is nn.BatchNorm2d
     with pytest.raises(ValueError, match="without shape"):
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
 
