@@ -223,8 +223,9 @@ class _WeightedOutputs:
 
     def __call__(self, model: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, list[Any]]:
         outputs = [x for x in tree_leaves(model(*inputs, **named)) if isinstance(x, Tensor)]
+        parts = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in outputs]
         sums = [(x.float() * torch.arange(x.numel(), device=x.device).cos().reshape(x.shape)).sum()
-                for x in outputs if x.is_floating_point()]
+                for x in parts if x.is_floating_point()]
         return sum(sums) if self._anchor is None else self._anchor * 1, outputs
 
 
@@ -245,7 +246,7 @@ class _Run:
         call.run(traced, [self._reference, self._non_finite])
         wide = [x.detach() if isinstance(x, Tensor) else x for x in self._reference.wide_outputs]
         self._wide = {place: wide[place] for place in range(len(wide))[subject.outputs]
-                      if isinstance(wide[place], Tensor) and wide[place].is_floating_point()}
+                      if isinstance(wide[place], Tensor) and (wide[place].is_floating_point() or wide[place].is_complex())}
         gradients = {place: x for place, x in self._wide.items() if traced.outputs[place]}
         typical = _root_mean_square(list(gradients.values()))
         self._floor = _FLOOR * typical
@@ -317,7 +318,7 @@ class _Run:
 
 
 def _root_mean_square(tensors: Sequence[Tensor]) -> float:
-    squares = sum(float(torch.where(x.isfinite(), x, 0.0).double().square().sum()) for x in tensors)
+    squares = sum(float(torch.where(x.isfinite(), x, 0.0).abs().double().square().sum()) for x in tensors)
     return math.sqrt(squares / max(sum(x.numel() for x in tensors), 1))
 
 

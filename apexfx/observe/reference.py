@@ -256,7 +256,7 @@ class Reference:
                     difference = wide.detach()
                 size = float(difference.norm())
                 if wide.requires_grad and size:
-                    total = total + weight / size * (_finite(wide) * difference).sum().cpu()
+                    total = total + weight / size * (_finite(wide) * difference.conj()).sum().real.cpu()
         if not total.requires_grad:
             return {}
 

@@ -116,6 +116,14 @@ def test_what_a_gradient_inherits_has_a_share(model, shape):
     assert all(row.share is not None for row in comparison)
 
 
+@pytest.mark.parametrize("loss_fn", [None, lambda out, target: (out - target).abs().square().mean()])
+def test_complex_outputs_and_gradients_are_compared(loss_fn):
+    model = Model(lambda m, x: torch.fft.fft((x.half() * 1e-3).float()) @ m.weight,
+                  weight=nn.Parameter(torch.linspace(0, 1, 16).view(4, 4).cfloat()))
+    comparison = apexfx.compare(model, (torch.randn(3, 4), *([torch.ones(3, 4)] if loss_fn else [])), loss_fn=loss_fn)
+    assert comparison.errors["gradient of weight"] > 1e-5 and sum(row.share for row in comparison) == pytest.approx(1, abs=0.1)
+
+
 class Phases(nn.Module):
     """Angles of hundreds, beside an op whose backward has no derivative."""
 
