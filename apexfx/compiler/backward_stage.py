@@ -69,6 +69,10 @@ class BackwardPasses(CustomGraphPass):
             for key in filter(None, (self.key, entry)):
                 cache.save_stage(key, self._record.backward)
 
+    def lacks_report(self) -> bool:
+        """Return whether a cache had the code, and not the report of the passes."""
+        return len(self._record.stages) < 2
+
     def on_forward(self, gm: fx.GraphModule) -> None:
         """Put AOTAutograd's forward graph in the report."""
         capture.name_inputs(gm, self._placeholders)

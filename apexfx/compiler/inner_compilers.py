@@ -24,6 +24,7 @@ from .._torch_compilers import (
 )
 from ..graph.nodes import call, value
 from ..graph.printing import count_text
+from ..ranks import num_ranks
 from . import lowerings, torch_faults
 from .cache import compiled_by_one_rank
 from .kernel_files import several_kernels_a_file
@@ -49,6 +50,10 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
     inner_compile = functools.partial(_inner_compile, backward, is_shared)
     with several_kernels_a_file():  # of a cache, here, and of those that are compiled below
         compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
+        if backward.is_train_step and backward.lacks_report() and num_ranks() > 1:
+            # Its report is lost, or on the machine that has compiled it, and says in what order the ranks communicate.
+            patches["force_disable_caches"] = True
+            compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
     return torch_faults.resolve_negated_inputs(gm, example_inputs, compiled)
 
 

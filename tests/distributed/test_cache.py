@@ -115,3 +115,22 @@ def _compile_at_once(rank, world_size, folder):
 @pytest.mark.long
 def test_one_rank_compiles_what_the_others_find(tmp_path):
     run_ranks(_compile_at_once, 3, str(tmp_path))
+
+
+def _loses_report(rank, world_size, folder):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = own = str(Path(folder, str(rank)))
+    for from_cache in (False, rank == 0):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
+        step = apexfx.train_step(model, lambda y: y.square().mean(), torch.optim.AdamW(model.parameters()), ddp=True,
+                                 shard="optimizer")
+        step(torch.ones(6, 8))
+        assert step.report.graphs[0].backward.from_cache == from_cache
+        for report in Path(own, "apexfx").glob("*.json") if rank else ():
+            report.unlink()
+
+
+@pytest.mark.long
+def test_a_rank_whose_cache_has_code_without_a_report_compiles_anew(tmp_path):
+    run_ranks(_loses_report, 2, str(tmp_path))
