@@ -114,8 +114,15 @@ class StepGraphs:
             key = self._state.now.plan.text, present, is_mean
             if key not in self._known:
                 with self._compiling(), contextlib.suppress(NotRun), self._updates.compiler.without_running():
-                    self._updates.compiling(self._state.inputs(self._components.model), present, is_mean)
+                    self._updates.compiling(self._static_inputs(), present, is_mean)
                 self._known.add(key)
+
+    def _static_inputs(self) -> StepInputs:
+        """Return the inputs for a compilation that takes none of their sizes for one that changes."""
+        inputs = self._state.inputs(self._components.model)
+        for tensor in (*inputs.slots, *inputs.gradient_sums):  # whose order changes with what updates
+            mark_static(tensor)
+        return inputs
 
     def _with_earlier(self, present: Sequence[bool]) -> tuple[bool, ...]:
         """Return for each parameter whether this call, or an earlier one that accumulated, has a gradient of it."""
@@ -161,9 +168,7 @@ class StepGraphs:
     def _compile_and_run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         warn_of_eval_mode(self._components.model, self._components.report)
         self._state.prepare()
-        inputs = self._state.inputs(self._components.model)
-        for tensor in (*inputs.slots, *inputs.gradient_sums):  # whose order changes with what updates
-            mark_static(tensor)
+        inputs = self._static_inputs()
         gradients = grad_versions(inputs.params)
         self._state.keep_buffers()
         step_model = self._components.step_model

@@ -134,6 +134,18 @@ def test_a_change_of_the_optimizer_is_seen(change):
     assert_same_training(step, reference)
 
 
+def test_state_that_is_new_where_another_update_of_several_calls_is_compiled():
+    step, reference = heads(accumulate=2), Eager(Heads(), accumulate=2)
+    for place, batch in enumerate(samples(8)):
+        for each in (step, reference):
+            if place == 4:
+                each.optimizer.state.clear()
+            if place == 6:
+                each.optimizer.param_groups[0]["betas"] = (0.5, 0.9)  # its own step, whose state is in another order
+            each(*batch)
+    assert_same_training(step, reference)
+
+
 def test_state_that_equals_what_it_replaces_is_the_one_that_a_step_updates():
     model = nn.Linear(1, 1)  # of tensors of one element Python may ask whether they are equal
     step = heads(model=model)
