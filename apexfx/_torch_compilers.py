@@ -39,6 +39,7 @@ from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metric
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
+from torch._dynamo.variables.higher_order_ops import InvokeSubgraphHigherOrderVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as aot_checkpoints
@@ -427,6 +428,27 @@ class CppFile(CppPythonBindingsCodeCache):
         return types.SimpleNamespace(function=function)
 
 
+_INLINES = "inline_invoke_subgraph"
+# Settings of Dynamo's by which it does as `_inline_region` says.
+INLINE_REGIONS = {_INLINES: True} if hasattr(dynamo_config, _INLINES) else {}
+
+
+def _inline_region(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace a call under `torch.compiler.nested_compile_region` as it stands there, where torch is told to inline regions.
+
+    It does so in the captured graph (2.13). There all calls but the first have the modules of that one, and results without a
+    history: `torch.autograd.grad` in the same graph gives None for all that comes before, without a word.
+    """
+    @functools.wraps(call)
+    def inline(self: Any, translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if not getattr(dynamo_config, _INLINES, False):
+            return call(self, translator, args, kwargs)
+        function, *args = args
+        return function.call_function(translator, args, kwargs)
+
+    return inline
+
+
 _HEADER = re.compile(r"^[ \t]*#[ \t]*(?:include|define PY_SSIZE_T_CLEAN)\b.*$", re.MULTILINE)
 
 
@@ -440,3 +462,4 @@ TensorVariable.method___setitem__ = _write_by_numbers(TensorVariable.method___se
 for op in (operator.is_, operator.is_not):  # in front of what takes every constant for None
     BuiltinVariable._binop_handlers()[op][:0] = [(types, _compare_sizes(op)) for types in (
         (SymNodeVariable, ConstantVariable), (ConstantVariable, SymNodeVariable), (SymNodeVariable, SymNodeVariable))]
+InvokeSubgraphHigherOrderVariable._call_function = _inline_region(InvokeSubgraphHigherOrderVariable._call_function)

@@ -166,7 +166,19 @@ def in_a_loop(m, x):
     return out
 
 
+@torch.compiler.nested_compile_region
+def layer_and_tanh(layer, x):
+    return torch.tanh(layer(x))
+
+
+def compiled_once(m, x):
+    for layer in (m.a, m.b, m.a, m.b):
+        x = layer_and_tanh(layer, x)
+    return m.c(x)
+
+
 FORMS = {
+    "compiled once": compiled_once,
     "inference mode": inside(torch.inference_mode),
     "no_grad": inside(torch.no_grad),
     "enable_grad within inference mode": inside(torch.inference_mode, torch.enable_grad),

@@ -14,6 +14,7 @@ from torch import nn
 
 from .._torch import functorch_config, module_hooks, tensor_version
 from .._torch_compilers import (
+    INLINE_REGIONS,
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     GuardOnDataDependentSymNode,
@@ -49,7 +50,7 @@ from .traceable import TraceableClasses, all_modules
 # is one. np.random is NumPy's, by its seed, and not torch's.
 _DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_outputs": True,
            "capture_dynamic_output_shape_ops": True, "allow_unspec_int_on_nn_module": True,
-           "fail_on_recompile_limit_hit": True}
+           "fail_on_recompile_limit_hit": True, **INLINE_REGIONS}
 _MANY_CALLS = 16
 _BREAKS_AT_DATA = {**_DYNAMO, "capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 # What is shown of a warning is no part of a graph, which would break at these.

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .._torch import functorch_grad
+from .._torch import HigherOrderOperator, functorch_grad, tree_leaves
 from ..graph.mutation import bodies
-from ..graph.nodes import argument, source_line
+from ..graph.nodes import argument, op_name, source_line, value
 from ..graph.op_names import canonical_name
 
 _WRONG_AT_THIRD_ORDER = ("layer_norm", "batch_norm", "instance_norm")
@@ -22,7 +22,13 @@ _WRONG_BEHIND_JVP = ("det", "linalg_det", "linalg_solve", "linalg_solve_ex", "li
 
 
 def check_functions(gm: fx.GraphModule) -> None:
-    """Refuse, in a loss that holds a derivative, functions whose derivative by autograd is wrong, which is no error."""
+    """Refuse what is captured without gradients, and, in a loss that holds a derivative, functions of which torch's is wrong."""
+    inputs = {id(value(node)) for node in gm.graph.find_nodes(op="placeholder")}
+    for node in gm.graph.nodes:
+        results = tree_leaves(value(node)) if isinstance(node.target, HigherOrderOperator) else ()
+        if any(isinstance(x, Tensor) and x.requires_grad and x.is_leaf and id(x) not in inputs for x in results):
+            raise ValueError(f"apexfx: at {source_line(node)}, {op_name(node)} is captured without the gradients of what it is "
+                             "given; call the function itself")
     called = {node: canonical_name(node.target) for body in bodies(gm) for node in body.graph.nodes if node.op == "call_function"}
     forward = "_make_dual" in called.values()
     for node, name in called.items():

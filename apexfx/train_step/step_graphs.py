@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from .._torch import set_grad_enabled, tensor_version, tree_leaves
-from .._torch_compilers import dynamo_config, guard_classes, mark_static, mark_static_address, run_cached_graphs
+from .._torch_compilers import (
+    INLINE_REGIONS,
+    dynamo_config,
+    guard_classes,
+    mark_static,
+    mark_static_address,
+    run_cached_graphs,
+)
 from ..compiler.compiled_model import WARNING_FILTERS
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
@@ -39,7 +46,7 @@ from .step_compiler import NotRun, StepCompiler, StepContext
 from .step_inputs import StepInputs
 
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
-_DYNAMO = {"trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
+_DYNAMO = {"trace_autograd_ops": True, **INLINE_REGIONS, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True, "use_numpy_random_stream": True,
            # Hooks that are registered, and parameters that are tied, after the first call.
            "skip_nnmodule_hook_guards": False, "skip_no_tensor_aliasing_guards_on_parameters": False}

@@ -182,6 +182,19 @@ def classes_in_closures() -> bool:
     return not torch.equal(run(forward, x), forward(x))
 
 
+@fault("what later calls of a nested_compile_region return has no history where the graph holds its backward",
+       ours="_torch_compilers.py _inline_region")
+def histories_of_regions() -> bool:
+    region = torch.compiler.nested_compile_region(lambda x: x.sin())
+
+    def forward(x):
+        y = region(region(region(x)))
+        return torch.autograd.grad(y.sum(), x, allow_unused=True)[0] is None
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        return compiled(forward)(torch.ones(2, requires_grad=True))
+
+
 @fault("that two modules are two is not guarded where a branch asks whether they are one", 111562, 196360,
        ours='docs/train_step.md, "Not seen"')
 def modules_that_become_one() -> bool:
