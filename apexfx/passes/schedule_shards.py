@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..buckets.windows import MARK, Window, windows
-from ..graph.collectives import is_wait
+from ..graph.collectives import is_collective, is_wait
 from ..graph.inputs import Placeholder
 from ..graph.nodes import CASTS, NAME, call, fake_mode
 from ..graph.order import aliases
@@ -31,9 +31,10 @@ _DIVIDES = (aten.div.Tensor,)
 class ScheduleShards(Pass):
     """Gather each group while the one before it computes, and let go of it between forward and backward.
 
-    A gather starts behind the wait of the one before it, so that two groups are whole at once. Where `fully_shard` says
-    `reshard_after_forward`, and another group is gathered in between, what the backward reads is gathered again in front of its
-    first reader there. The sum of a group's gradients is waited for behind the start of the next one: two are under way.
+    A gather starts behind the wait of the one before it, so that two groups are whole at once, and passes no other collective,
+    as of a synchronized batch norm. Where `fully_shard` says `reshard_after_forward`, and another group is gathered in between,
+    what the backward reads is gathered again in front of its first reader there. The sum of a group's gradients is waited for
+    behind the start of the next one: two are under way.
 
     Before:  a = wait(gather(a_rows)); h = f(a); b = wait(gather(b_rows)); y = g(h, b); gb = g'(h, b); ga = f'(a)
     After:   a = wait(gather(a_rows)); gathering_b = gather(b_rows); h = f(a)
@@ -71,8 +72,9 @@ class ScheduleShards(Pass):
         for gather in gathers:
             if not self._kept.intersection(gather.names):
                 self._gather_again(gather, [each.start for each in gathers], backward)
+        others = set(filter(is_collective, before))  # which keep their order
         for earlier, gather in itertools.pairwise(_gathers(gm, self.group_name)):
-            self._start_behind(earlier, gather, backward)
+            self._start_behind(earlier, gather, backward, others if gather.start in others else ())
         sums = list(_sums(gm, self.group_name))
         for index, reduced in enumerate(sums):
             for node in reduced.nodes:
@@ -105,9 +107,14 @@ class ScheduleShards(Pass):
                 reader.replace_input_with(source, copies[source])
         self.record(copies[gather.start], f"{', '.join(gather.names[:3])}{', ...' if gather.names[3:] else ''} gathered again")
 
-    def _start_behind(self, earlier: _Gather, gather: _Gather, backward: fx.Node) -> None:
-        """Start a gather behind the wait of the one before it, one of the backward behind the forward."""
+    def _start_behind(self, earlier: _Gather, gather: _Gather, backward: fx.Node, others: Collection[fx.Node]) -> None:
+        """Start a gather behind the wait of the one before it, one of the backward behind the forward.
+
+        Args:
+            others: collectives that it may not pass.
+        """
         behind = max(earlier.wait, backward) if backward < gather.start else earlier.wait
+        behind = max([behind, *(other for other in others if other < gather.start)])
         nodes = [node for node in gather.nodes if not gather.start < node]
         if behind < nodes[0] and behind.next is not nodes[0]:
             for node in reversed(nodes):

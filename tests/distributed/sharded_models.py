@@ -74,7 +74,7 @@ class CNN(Net):
     def __init__(self):
         super().__init__()
         self.first, self.head = nn.Conv2d(2, 5, 3), nn.Sequential(nn.Flatten(), nn.Linear(5 * 4, 3))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 5, 3, padding=1)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU()) for _ in range(2))
 
     @staticmethod
     def batch(generator):
