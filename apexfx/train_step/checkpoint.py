@@ -69,7 +69,8 @@ def load(components: Components, state: dict[str, Any]) -> None:
 def _checked(components: Components, state: Any) -> dict[str, Any]:
     """Return a state as a step saves it; one that is damaged is refused, and what does not fit is told of."""
     if not isinstance(state, dict) or not state.keys() >= _ALWAYS:
-        kind = sorted(state) if isinstance(state, dict) else type(state).__name__
+        empty = "{}, which is what state_dict(full=True) returns on all ranks but the first"
+        kind = sorted(state) or empty if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: {sorted(_ALWAYS)}. "
                          "Load what a loop has saved into the model and the optimizer themselves, which the step shares")
     for held in tree_leaves(state):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled
 from ..buckets.plan import given_plan
 from ..compiler.buffers_put_back import KeptBuffers
+from ..compiler.refusals import check_whole
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
 from ..ops.apply_gradients import Plan, registered
@@ -86,6 +87,7 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
         ValueError: the model, or the optimizer, is one that no graph updates rightly any more.
     """
     optimizers, options = components.optimizers, components.options
+    check_whole(components.model, may_be_sharded=components.sharded is not None)
     trained = trained_parameters(components.model, components.objective_modules, optimizers)
     if trained[0].device != components.device:
         raise ValueError(f"apexfx: the model was on {components.device} when the step was made, and is now on "

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import apexfx
@@ -171,6 +171,19 @@ def test_what_is_sharded_later_or_is_of_the_loss_is_refused(late):
             step(*batch())
             shard(model)
         with pytest.raises(RuntimeError, match=r"is under fully_shard\(\) that was not when the step was made, or is not of"):
+            step(*batch())
+
+
+@pytest.mark.parametrize("sharded", [None, "optimizer"])
+def test_a_parameter_that_becomes_a_dtensor_is_refused(sharded):
+    with fake_process_group(4):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O0", inner="eager", ddp=True, shard=sharded)
+        step(*batch())
+        model.head.weight = nn.Parameter(DTensor.from_local(model.head.weight.detach(), mesh(4), [Shard(0)]))
+        optimizer.param_groups[0]["params"][2] = model.head.weight
+        with pytest.raises(ValueError, match=r"parameter 'head.weight' is a DTensor"):
             step(*batch())
 
 

@@ -457,6 +457,8 @@ def test_what_is_no_state_of_this_step_is_refused():
     step = make(loss_scale="dynamic")
     with pytest.raises(ValueError, match=r"expected what state_dict\(\) returns.* Load what a loop has saved into the model"):
         step.load_state_dict({"model": {}})
+    with pytest.raises(ValueError, match=r"was given {}, which is what state_dict\(full=True\) returns on all ranks but"):
+        step.load_state_dict({})
     with pytest.raises(ValueError, match="scaler, of a loss scale: 'loss_scale' has the shape "):
         step.load_state_dict({**make().state_dict(), "scaler": {"loss_scale": torch.ones(3)}})
     before = copy.deepcopy(step.state_dict())
