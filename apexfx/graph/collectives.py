@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import OpOverload
-from .nodes import PASS, argument, graphs, module_path, value
+from .._torch import OpOverload, tree_leaves
+from .nodes import PASS, argument, graphs, module_path, size_hint, value
 
 # Collectives whose result may not be read before a wait.
 _ASYNC = tuple(f"_c10d_functional::{name}" for name in (
@@ -37,14 +37,18 @@ def issued(gm: fx.GraphModule, common: Collection[str]) -> list[Any]:
     """Return a row for every node of `gm` that communicates, in order: its op, module and process group.
 
     Nothing in it depends on this rank's inputs, so that the rows of two ranks are equal where they communicate alike. What a pass
-    has put in carries a bucket, which its sizes tell from others: they stand in the place of the module.
+    has put in carries a bucket, which its dtype and sizes tell from others: they stand in the place of the module.
 
     Args:
         common: the names of groups that all these ranks are in; a module's own group may have another name on another rank.
     """
-    return [[str(node.target), list(value(node).shape) if PASS in node.meta and is_collective(node) else module_path(node),
+    return [[str(node.target), _carried(node) if PASS in node.meta and is_collective(node) else module_path(node),
              group if group in common else "a group of the module's own"]
             for graph in graphs(gm) for node in graph.graph.nodes if (group := group_name(node))]
+
+
+def _carried(node: fx.Node) -> list[Any]:
+    return [[str(each.dtype), *map(size_hint, each.shape)] for each in tree_leaves(value(node))]
 
 
 def wait(result: Tensor) -> Tensor:

@@ -239,13 +239,16 @@ def ordered_apart(rank, world_size):
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), opt_level="O0", inner="eager",
                              ddp=apexfx.BucketConfig(message_size=512, timeout_s=20), shard="optimizer")
+    told = pytest.raises(apexfx.RankMismatchError, match="(?s)do not agree on the collectives.*reduce_scatter_tensor")
+    with told, torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+        step(torch.ones(2, 16), torch.ones(2, 16))
     if rank:
         update_early._amid = lambda start, following: following
-    with pytest.raises(apexfx.RankMismatchError, match="(?s)do not agree on the collectives.*reduce_scatter_tensor"):
+    with told:
         step(torch.ones(2, 16), torch.ones(2, 16))
 
 
-def test_ranks_that_would_communicate_in_another_order_are_told():
+def test_ranks_that_would_communicate_in_another_order_or_dtype_are_told():
     run_ranks(ordered_apart, 2, timeout=60)
 
 
