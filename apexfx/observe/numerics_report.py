@@ -158,6 +158,8 @@ class NumericsReport(Sequence[Row]):
         finding, lost = self.first_non_finite, next((row for row in self.rows if row.is_lost), None)
         if lost is None and finding is not None:
             return f"not a matter of dtypes: {finding}, in {self.reference} too"
+        if lost is None and not self.errors:
+            return "nothing to compare: no output and no gradient holds real or complex numbers that are not zero by the formula"
         if lost is None and not any(self.errors.values()):
             return f"no error: outputs and gradients are those of {self.reference}"
         first = self.rows[0]

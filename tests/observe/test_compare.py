@@ -260,6 +260,11 @@ def test_a_model_in_eval_mode_has_no_backward():
     assert list(comparison.errors) == ["output 0"] and {row.phase for row in comparison} == {"forward"}
 
 
+def test_where_nothing_can_be_compared_nothing_is_said_to_be_right():
+    model = Model(lambda m, x: m.fc(x.bfloat16().float()).argmax(-1), fc=nn.Linear(4, 4)).eval()
+    assert apexfx.compare(model, torch.randn(3, 4)).verdict.startswith("nothing to compare")
+
+
 def test_a_loss_is_that_of_the_targets():
     comparison = apexfx.compare(Net(), (X, X), loss_fn=F.mse_loss)
     assert "loss" in comparison.errors and any("mse_loss" in row.op for row in comparison)
