@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,8 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
+from apexfx.compiler.verification import check_tier
+from apexfx.errors import PassError
 from apexfx.graph import call
 from tests.tables import table
 
@@ -122,3 +126,16 @@ def test_it_changes_nothing_and_specializes_nothing():
     for a, b in zip(*(one.model.state_dict().values() for one in steps)):
         assert torch.equal(a, b)
     assert [len(one.report.graphs) for one in steps] == [1, 1]
+
+
+def test_imaginary_parts_of_results_and_gradients_are_compared():
+    def of_real_gradient(x):
+        real = torch.complex(x.real, torch.zeros_like(x.real))
+        return x.detach() + real - real.detach()
+
+    x = torch.randn(4, dtype=torch.complex64).requires_grad_()
+    before, *others = map(torch.fx.symbolic_trace, (
+        lambda x: x * 1, lambda x: (x * 3) / 3, of_real_gradient, lambda x: torch.complex(x.real, x.imag * 1.1)))
+    for after, is_wrong in zip(others, (False, True, True)):
+        with pytest.raises(PassError, match="its tier") if is_wrong else contextlib.nullcontext():
+            check_tier(before, after, lambda: [x.detach().clone().requires_grad_()], pass_name="p", numeric="reassociates")
