@@ -332,6 +332,17 @@ class OnceOfGroup(Foreign):
         p.add_(g, alpha=-group["lr"] * (10.0 if "first" in group else 1.0))
 
 
+class OfPlace(Foreign):
+    """Updates each parameter of a group by less than the one before."""
+
+    def begin(self, group):
+        for place, p in enumerate(group["params"]):
+            self.state[p].setdefault("rate", 0.5**place)
+
+    def update(self, p, g, state, group):
+        p.sub_(g, alpha=group["lr"] * state["rate"])
+
+
 class Lazy(Foreign):
     """Does not update in its first step."""
 

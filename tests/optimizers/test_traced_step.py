@@ -102,6 +102,7 @@ REFUSED = [
     (foreign.OfMarks, "counts in Python: 'calls' of parameter 0"),
     (foreign.Once, "counts in Python: self.first is gone"),
     (foreign.OnceOfGroup, "counts in Python: 'first' of group 0 is gone"),
+    (foreign.OfPlace, "makes state that follows from the place of a parameter"),
     (foreign.Bare, "raises AttributeError"), (foreign.Quantile, "writes by aten.ceil_.default")]
 
 
@@ -243,7 +244,7 @@ def test_a_first_step_is_done_for_one_parameter_of_a_kind_and_once(monkeypatch):
     for _ in range(2):
         states = initial_state.initial_state(optimizer, params)
         assert [state["exp_avg"].shape for state in states] == [p.shape for p in params]
-        assert len(steps) == 2 * 4
+        assert len(steps) == 2 * 5
 
 
 RARE = {  # the heads that calls use, the hyperparameter that a schedule changes, how large the loss is

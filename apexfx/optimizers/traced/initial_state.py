@@ -101,22 +101,24 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
 
 
 def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, Any], of_p: Mapping[str, Any], p: Tensor,
-                grad: Tensor, held: dict[str, Any]) -> list[Any]:
+                grad: Tensor, held: dict[str, Any], place: int = 0) -> list[Any]:
     """Do a step on a copy of `p`, with the attributes `of_p`, whose state is `held`; return what it is then, its state, and the
-    place in torch's random numbers.
+    place in torch's random numbers. At another place than the first, others like it are before it.
     """
-    p = as_parameter(p.clone().requires_grad_(), copied(of_p))
-    p.grad = grad.clone()
-    groups = [{**{k: copied(v) for k, v in group.items()}, "params": [p]}]
+    params = [as_parameter(p.clone().requires_grad_(), copied(of_p)) for _ in range(place + 1)]
+    for each in params:
+        each.grad = grad.clone()
+    p = params[-1]
+    groups = [{**{k: copied(v) for k, v in group.items()}, "params": params}]
     (torch.manual_seed if p.is_cuda else torch.default_generator.manual_seed)(0)  # that of all devices costs milliseconds
     with muon_orthogonalizes_by(lambda gradient, *_: gradient):  # of no state
         run_step(shadow := shadow_of(cls, attributes, groups, defaultdict(dict, {p: held})))
-    if others := [key for key in shadow.state if key is not p]:
+    if others := [key for key in shadow.state if all(key is not each for each in params)]:
         raise NotTraceable(f"keeps in its state what is of no parameter: {others[0]!r}")
     return [p, *tree_leaves(held), torch.cuda.get_rng_state(p.device) if p.is_cuda else torch.get_rng_state()]
 
 
-def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like: Tensor, *, of_torch: bool) -> _Make:
+def _maker_of(step: Callable[..., list[Any]], like: Tensor, *, of_torch: bool) -> _Make:
     """Return what makes the state of parameters like one, by what a first step does to two of other values.
 
     Args:
@@ -125,9 +127,9 @@ def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like:
     Raises:
         NotTraceable: a first step does not what a step on that state would do.
     """
-    def first_of(p: Tensor) -> dict[str, Any]:
+    def first_of(p: Tensor, place: int = 0) -> dict[str, Any]:
         held = _FirstValues()
-        step(p, torch.zeros_like(p), held)
+        step(p, torch.zeros_like(p), held, place)
         return held.first
 
     ramp = torch.linspace(-1, 1, like.numel(), device=like.device).reshape(like.shape)
@@ -140,6 +142,9 @@ def _maker_of(step: Callable[[Tensor, Tensor, dict[str, Any]], list[Any]], like:
     for makes in (make, lambda p: tree_map(_zeros, make(p))):
         found = step(other, grad, makes(other))
         if len(found) == len(expected) and all(map(_equal, found, expected)):
+            of_second, tree_of_second = ([], tree) if of_torch else tree_flatten(first_of(one, 1))
+            if tree_of_second != tree or not all(map(_equal, of_one, of_second)):
+                raise NotTraceable("makes state that follows from the place of a parameter among others")
             return makes
     raise NotTraceable("has a first step of its own, which makes its state")
 
