@@ -27,7 +27,7 @@ class GradientSpec:
         output_dtype: of the gradient as it leaves the graph: the parameter's.
         device: the gradient's.
         dim_order: dimensions from outermost to innermost in memory, None where that is the plain order.
-        shared_with: further parameters whose gradient is this very node; reduced once.
+        shared_with: other names of the parameter, which is tied.
     """
 
     name: str

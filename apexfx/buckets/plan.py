@@ -65,7 +65,7 @@ class BucketPlan:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of all parameters, in buffer order, without those that share another's gradient."""
+        """Names of all parameters, in buffer order, of one that is tied the first."""
         return tuple(name for bucket in self.buckets for name in bucket.parameters)
 
     @property

@@ -81,7 +81,7 @@ def _flatten_bucket(tensors: Sequence[Any], offsets: Sequence[int], numel: int, 
         if offset > end:
             put(_zeros(offset - end, dtype, device), end)
         tensor = lowering.to_dtype(tensor, dtype)
-        if len(node.users) > 1:  # the flat buffer may be changed in place before the others read
+        if len(node.users) > 1 or nodes.count(node) > 1:  # the flat buffer may be changed in place before the others read
             tensor = lowering.clone(tensor)
         end = put(tensor, offset)
     if numel > end:

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,11 +35,11 @@ DELAYED = "apexfx_delayed"  # meta key of an allreduce that is to start after al
 
 @dataclass
 class Reduction:
-    """A gradient to reduce: the node that enters the buffer, and every output that takes the result."""
+    """A gradient to reduce: the node that enters the buffer, and the output that takes the result."""
 
     spec: GradientSpec
     source: fx.Node
-    positions: list[int] = field(default_factory=list)
+    position: int
 
 
 class BucketAllreduce(Pass):
@@ -137,8 +137,11 @@ class BucketAllreduce(Pass):
         return Emitter(gm, plan, reductions)
 
     def _find(self, gm: fx.GraphModule) -> list[Reduction]:
-        """Return what to reduce, in the order of the parameters' first use in forward."""
-        by_source: dict[tuple[fx.Node, torch.dtype], Reduction] = {}
+        """Return what to reduce, in the order of the parameters' first use in forward.
+
+        Two gradients that are one node are reduced each: on another rank, whose batch is not of one row, they may be two.
+        """
+        reductions = []
         for gradient in sorted(gradients(gm, self.placeholders), key=lambda g: g.parameter.index):
             parameter, final = gradient.parameter, value(gradient.node)
             if final.layout != torch.strided:
@@ -149,17 +152,10 @@ class BucketAllreduce(Pass):
             if final.numel() == 0:
                 continue
             source = gradient.node if self._takes_upcast(parameter.name) else before_upcast(gradient.node)
-            key = (source, final.dtype)
-            if key in by_source:
-                earlier = by_source[key]
-                earlier.spec = dataclasses.replace(earlier.spec, shared_with=(*earlier.spec.shared_with, parameter.name))
-                earlier.positions.append(gradient.position)
-                continue
             order = dim_order(parameter.shape, parameter.stride) if parameter.stride else None
             spec = GradientSpec(parameter.name, tuple(final.shape), value(source).dtype, final.dtype, final.device, order,
                                 parameter.aliases)
-            by_source[key] = Reduction(spec, source, [gradient.position])
-        reductions = list(by_source.values())
+            reductions.append(Reduction(spec, source, gradient.position))
         twice = [name for name, count in Counter(r.spec.name for r in reductions).items() if count > 1]
         if twice:
             raise PassError(self.name, f"several gradients are named {twice}: each would be averaged as another's")
@@ -222,9 +218,7 @@ class Emitter:
                 wait = self.call(index, aten.view_as_complex.default, (pairs,), like=started)
             flat = self._scale(wait, 1.0 / bucket.postdivide, bucket.output_dtype, index, like=started)
             for slot, part in zip(bucket.slots, self.parts(index, bucket, flat, like=started)):
-                result = self.restore(index, slot, part, like=started)
-                for position in self.reductions[slot.parameter].positions:
-                    self.outputs[position] = result  # one node for all: autograd copies it for the second parameter
+                self.outputs[self.reductions[slot.parameter].position] = self.restore(index, slot, part, like=started)
 
     def connect_outputs(self) -> None:
         """Return the reduced gradients, and drop the upcasts that are not read any more."""

@@ -45,7 +45,7 @@ EDGE_CASES = {
     "tied": (lambda: Model(lambda m, x: m.e((x.abs() * 3).long()[:, 0] % 9) @ m.e.weight.t(), e=nn.Embedding(9, 4)), 36),
     "in the graph, but not in the loss": (lambda: Model(lambda m, x: (m.b(x), m.a(x))[1], a=linear(), b=linear(),
                                                         never=nn.Parameter(torch.ones(3))), 20),
-    "one gradient for two": (same_gradient, 16),
+    "one gradient for two": (same_gradient, 32),
     # p's gradient is also read by the rest of backward, after its allreduce has started in place.
     "still needed": (lambda: Model(lambda m, x: m.b(m.a(x) + m.p) * m.scale, a=linear(), b=linear(), p=parameter(),
                                    scale=nn.Parameter(torch.tensor(2.0))), 60),
@@ -75,12 +75,18 @@ def test_a_parameter_that_is_also_an_output():
     check_local(model, torch.randn(4, 4), loss=lambda out: out[0].square().mean() + out[1].sum())
 
 
-def test_the_gradient_shared_by_two_parameters_is_reduced_once_and_never_aliased():
+def test_two_gradients_that_are_one_node_are_never_aliased():
     model = same_gradient()
-    plan = check_local(model, torch.randn(4, 4)).passes[0].plan
-    assert plan.buckets[0].slots[0].parameter == "p" and plan.buckets[0].slots[0].shared_with == ("q",)
+    check_local(model, torch.randn(4, 4))
     model.p.grad.zero_()
     assert model.q.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_a_plan_does_not_depend_on_the_batch(rows):
+    """Of one row, both gradients are the tangent itself; of four, each is a sum."""
+    model = Model(lambda m, x: x + m.p + m.q, p=nn.Parameter(torch.randn(1, 4)), q=nn.Parameter(torch.randn(1, 4)))
+    assert check_local(model, torch.randn(rows, 4)).passes[0].plan.parameters == ("q", "p")
 
 
 def test_two_graphs_are_reduced_each():
