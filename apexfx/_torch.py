@@ -376,6 +376,15 @@ def sharded_like(value: object, p: torch.Tensor) -> object:
     return type(p).from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
+def distributed_like(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return of a whole tensor what this rank has of a DTensor `p` of its shape; of any other the tensor as it is."""
+    if not is_dtensor(p) or is_dtensor(value) or value.shape != p.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)  # each rank has it
+
+
 def statically_known_true(condition: object) -> bool:
     """Return whether a comparison of sizes is true for all sizes that a graph may run with."""
     if isinstance(condition, bool):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._torch import is_dtensor, local_rows, sharded_like
+from .._torch import distributed_like, is_dtensor, local_rows, sharded_like
 from ..ops.own_rows import has_rows, own_rows
 from ..ranks import has_group
 
@@ -49,7 +49,8 @@ class Layout:
         return Ranks(p.device_mesh.size(), p.device_mesh.get_group().group_name, whole=False) if is_dtensor(p) else None
 
     def placed(self, held: Tensor, p: Tensor) -> Tensor:
-        """Return a tensor of a parameter's state where it belongs: whole, where it was loaded of a step that shards it.
+        """Return a tensor of a parameter's state, or of its values, where it belongs: whole, where it was loaded of a step that
+        shards it; rows of it, where it was loaded whole.
 
         Every rank has to do so.
 
@@ -57,7 +58,7 @@ class Layout:
             ValueError: `held` is rows of another rank.
         """
         check_own(held)
-        return held.full_tensor() if is_dtensor(held) and not is_dtensor(p) else held
+        return held.full_tensor() if is_dtensor(held) and not is_dtensor(p) else distributed_like(held, p)
 
     def as_state(self, made: Tensor, p: Tensor) -> Tensor:
         """Return what was made for the rows of a parameter as a tensor of its state."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch import is_dtensor, tree_leaves, tree_map
-from ..optimizers.layout import check_own
+from ..optimizers.layout import WHOLE, check_own
 from ..ranks import rank
 from .components import Components
 from .parts.loss_scale import of_grad_scaler
@@ -51,10 +51,13 @@ def load(components: Components, state: dict[str, Any]) -> None:
     holders = {"model": components.model, "optimizer": components.optimizers, "objective": components.objective_modules}
     if "objective" not in state and holders.pop("objective").state_dict():
         log.warning("apexfx: the state has nothing of the objective, whose parameters stay as they are")
+    if isinstance(held := copy.copy(state["model"]), dict):  # with the versions that modules have noted in it
+        own = components.model.state_dict()
+        held.update({name: WHOLE.placed(x, own[name]) for name, x in held.items() if name in own and isinstance(x, Tensor)})
     before = {name: copy.deepcopy(holder.state_dict()) for name, holder in holders.items()}
     try:
         for name, holder in holders.items():
-            holder.load_state_dict(state[name])
+            holder.load_state_dict(held if name == "model" else state[name])
         components.optimizers.check_held(names_of_parameters(components))
     except BaseException:
         for name, holder in holders.items():

@@ -380,12 +380,15 @@ class TrainStep:
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """Return the state of model, optimizer, loss scale, safeguard and averages, and what is trained of the objective.
 
+        Of a step that was never called, too, it has all tensors that `torch.distributed.checkpoint.load` is to fill.
+
         Args:
             full: whole tensors on the CPU in the place of what each rank has rows of, on rank 0; {} on the others. All ranks call
                 it at once.
 
         Raises:
             RuntimeError: between the calls that accumulate: what they have accumulated belongs to no checkpoint.
+            RankMismatchError: with `full`, other ranks do something else.
             ReplicaMismatchError: as a call.
         """
         self._state.check_whole()
@@ -395,7 +398,13 @@ class TrainStep:
             raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of "
                                f"{self._components.options.accumulate} calls that accumulate gradients; save after the call "
                                "that applies them, or call flush() before")
-        state = checkpoint.save(self._components)
+        components = self._components
+        if full and components.of_rows and components.agreement is not None:
+            components.agreement.ensure("calls before step.state_dict(full=True), which gathers", [self._state.num_calls])
+        if not self._state.now.params:
+            with self._state.all_or_nothing():
+                self._state.prepare()
+        state = checkpoint.save(components)
         return checkpoint.whole(state) if full else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import apexfx
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedSGD
@@ -277,16 +277,26 @@ def test_a_checkpoint_of_dcp_resumes_on_any_number_of_ranks(stages, tmp_path):
 
 
 def resumes_by_its_own_state(rank, world_size):
-    model, again = sharded("mlp"), sharded("mlp")
-    steps = [make(each, OPTIMIZERS["adamw"](each.parameters())) for each in (model, again)]
-    data = batches(model, 4, rank, world_size)
+    """A state goes on in a step that has not run, as it is and whole; and in one of a whole model, which goes on to the bit."""
+    options = {"ema": apexfx.EMA(0.5)}
+    models = [sharded("mlp"), sharded("mlp"), sharded("mlp"), plain("mlp"), plain("mlp")]
+    first, *others = [make(each, OPTIMIZERS["adamw"](each.parameters()), **options, **(
+        {} if isinstance(each, FSDPModule) else {"ddp": True})) for each in models]
+    data = batches(models[0], 4, rank, world_size)
     for batch in data[:2]:
-        steps[0](*batch)
-    steps[1].load_state_dict(copy.deepcopy(steps[0].state_dict()))
-    for step in steps:
+        first(*batch)
+    full = [first.state_dict(full=True)]
+    dist.broadcast_object_list(full)
+    state = first.state_dict()
+    for step, given in zip(others, (state, *full, state, *full)):
+        step.load_state_dict(copy.deepcopy(given))
+    for step in (first, *others):
         for batch in data[2:]:
             step(*batch)
-    torch.testing.assert_close(whole(again.state_dict()), whole(model.state_dict()), rtol=0, atol=0)
+        for name, own in (("model", step.model.state_dict()), ("averages", step.state_dict()["ema"]["averages"])):
+            expected = first.model.state_dict() if name == "model" else first.state_dict()["ema"]["averages"]
+            tolerance = 0 if step.model in models[:3] else 5e-6
+            torch.testing.assert_close(whole(own), whole(expected), rtol=tolerance, atol=tolerance)
 
 
 def changes(rank, world_size):

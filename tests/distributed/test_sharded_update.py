@@ -299,7 +299,6 @@ def resumed(rank, world_size, folder, every):
             going.append(new(shard))
             going[-1].load_state_dict(state)
     going.append(new("optimizer"))
-    going[-1](*data[0])  # which makes the state that is loaded into
     state = going[-1].state_dict()
     checkpoint.load(state, checkpoint_id=folder)
     going[-1].load_state_dict(state)
@@ -309,6 +308,8 @@ def resumed(rank, world_size, folder, every):
         expected = losses if step is going[0] else expected
         assert losses == expected
         torch.testing.assert_close(step.model.state_dict(), going[0].model.state_dict(), rtol=0, atol=0)
+    with pytest.raises(apexfx.RankMismatchError, match="state_dict"):
+        step(*data[0]) if rank else step.state_dict(full=True)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])

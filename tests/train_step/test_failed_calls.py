@@ -38,10 +38,10 @@ def test_a_call_that_fails_leaves_all_as_it_was(objective, error, message):
     optimizer = Adam(model.body.parameters())
     step = apexfx.train_step(model, optimizer=optimizer, objective=objective, opt_level="O0", inner="eager",
                              loss_scale="dynamic", max_grad_norm=1.0)
-    before = copy.deepcopy(step.state_dict())
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.loss_scale))
     with pytest.raises(error, match=message):
         step(*samples(1)[0])
-    assert_same(step.state_dict(), before)
+    assert_same((model.state_dict(), optimizer.state_dict(), step.loss_scale), before)
     assert not optimizer.state
 
 

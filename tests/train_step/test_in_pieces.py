@@ -334,10 +334,10 @@ def test_a_user_s_error_stays_one(loss_fn, error, message):
     step = make(loss_fn=loss_fn)
     for norm in step.model.modules():
         norm.training = False
-    before = copy.deepcopy(step.state_dict())
+    before = copy.deepcopy((step.model.state_dict(), step.optimizer.state_dict(), step.loss_scale))
     with pytest.raises(error, match=message):
         step(*batches(1)[0])
-    same(step.state_dict(), before)
+    same((step.model.state_dict(), step.optimizer.state_dict(), step.loss_scale), before)
     assert not step.optimizer.state
     step.objective.loss_fn = F.cross_entropy
     step(*batches(1)[0])

@@ -520,14 +520,14 @@ def test_a_loss_that_cannot_train_is_refused_and_nothing_has_changed(loss_fn, me
     model = net()
     optimizer = AdamW(model.parameters())
     step = apexfx.train_step(model, loss_fn, optimizer, opt_level="O0", inner="eager", loss_scale="dynamic")
-    before = copy.deepcopy(step.state_dict())
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.loss_scale))
     with pytest.raises((ValueError, RuntimeError), match=message):
         step(*batches(1)[0])
-    assert_same(step.state_dict(), before)
+    assert_same((model.state_dict(), optimizer.state_dict(), step.loss_scale), before)
     assert not optimizer.state
     step.objective.loss_fn = F.cross_entropy  # what is compared does change where a step is done
     step(*batches(1)[0])
-    assert optimizer.state and not torch.equal(model[6].weight, before["model"]["6.weight"])
+    assert optimizer.state and not torch.equal(model[6].weight, before[0]["6.weight"])
 
 
 def test_a_loss_scale_is_float32_whatever_number_is_given():
