@@ -204,8 +204,8 @@ class TrainingState:
             self._before = [{p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()}
                             for each in self._components.optimizers]
         now = read(self._components, self.now, self.mean.sums)
-        if (num_calls := self.num_accumulated_calls()) and set(map(id, now.params)) != set(map(id, self.now.params)):
-            raise RuntimeError(f"apexfx: other parameters are to be trained after {num_calls} of "
+        if (num_calls := self.num_accumulated_calls()) and not set(map(id, now.params)) >= set(map(id, self.now.params)):
+            raise RuntimeError(f"apexfx: fewer parameters are to be trained after {num_calls} of "
                                f"{self._components.options.accumulate} calls that accumulate; change them after the call that "
                                "applies the gradients")
         self.now = now

@@ -105,6 +105,16 @@ def test_a_parameter_is_not_frozen_in_the_middle_of_an_accumulation():
     step(*samples(1)[0])
 
 
+@table(1, "since", [2, 3])
+def test_a_parameter_that_was_unfrozen_is_trained_from_the_call_on_that_uses_it(since):
+    step, reference = heads(accumulate=2), Eager(Heads(), accumulate=2)
+    for place, ((x, y), head) in enumerate(zip(samples(6), (0, 0, 0, 1, 1, 0))):
+        for each in (step, reference):
+            each.model.heads[1].requires_grad_(place >= since)
+            each((x, head), y)
+    assert_same_training(step, reference)
+
+
 def test_what_was_gathered_stays_when_the_optimizer_changes():
     step, reference = heads(accumulate=2), Eager(Heads(), accumulate=2)
     for place, batch in enumerate(samples(2)):
