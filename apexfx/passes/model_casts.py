@@ -87,7 +87,7 @@ def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
         return {KEEP}  # a mask is cast where it is used, because there it is cast within half's range
     if name in ("embedding", "embedding_bag") and argument(user, "sparse"):
         return {KEEP}  # its gradient is sparse, which the backward of a cast cannot take
-    if rule is not None and rule.kind == "batch_norm" and user.args and user.args[0] is not tensor:
+    if rule is not None and rule.kind == "batch_norm" and (user.args[0] if user.args else argument(user, "input")) is not tensor:
         return {KEEP} if policy.level.keep_batchnorm_fp32 or tensor in statistics(user) else {CAST}
     return {CAST}
 

@@ -110,6 +110,15 @@ def test_what_a_body_or_a_function_writes_is_read_as_it_is_then(call, level):
     assert torch.equal(model.count, reference.count)
 
 
+def test_a_batch_norm_that_is_called_by_keyword_keeps_its_parameters():
+    def forward(m, x):
+        return F.batch_norm(input=m.fc(x), weight=m.bn.weight, bias=m.bn.bias, running_mean=m.bn.running_mean,
+                            running_var=m.bn.running_var, training=True)
+
+    _, recorder = run(Model(forward, fc=nn.Linear(4, 4), bn=nn.BatchNorm1d(4)), torch.randn(3, 4), level="O2")
+    assert not any(row["tensor"].startswith("bn.") for row in recorder.casts())
+
+
 def test_an_output_that_is_a_view_of_an_input_stays_one():
     def f(x, w):
         v = x.view(-1)
