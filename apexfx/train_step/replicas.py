@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._torch import is_dtensor
 from ..compiler.process_groups import Groups
 from ..errors import ReplicaMismatchError
 from ..host_copy import HostCopy
@@ -53,7 +54,7 @@ class ReplicaCheck:
         if self._num_updates % self._interval:
             return
         held = [(names.get(id(p), f"{place}"), tensor) for place, p in enumerate(params) for tensor in _with_state(p, optimizers)]
-        held += others
+        held = [(name, tensor) for name, tensor in [*held, *others] if not is_dtensor(tensor)]  # of which this rank has rows
         named = {name: row for row, name in enumerate(sorted({name for name, _ in held}))}
         device = params[0].device
         rows = torch.tensor([named[name] for name, _ in held]).to(device, non_blocking=True)

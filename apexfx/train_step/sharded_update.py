@@ -88,7 +88,6 @@ def check_shard(options: StepOptions, optimizers: OptimizerList, trained: Sequen
                          "update; give ddp=True, too")
     safeguard = options.safeguard
     given = {"fallback=": options.fallback, "verify='each'": options.config.verify == "each",
-             "replica_check_interval=": safeguard is not None and safeguard.replica_check_interval is not None,
              "record_dir=": safeguard is not None and safeguard.record_dir is not None,
              "O3": options.config.level.half_parameters, "inner='cudagraphs'": options.config.inner == "cudagraphs"}
     if unsupported := [name for name, value in given.items() if value]:

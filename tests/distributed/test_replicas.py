@@ -194,3 +194,21 @@ def test_what_is_no_interval(interval):
 def test_the_error_is_pickled_with_what_it_knows():
     error = pickle.loads(pickle.dumps(ReplicaMismatchError("text", (2,), ("a",))))
     assert (str(error), error.ranks, error.parameters) == ("text", (2,), ("a",))
+
+
+@on_ranks(2)
+def test_a_shared_update_is_compared_without_the_rows_of_state(rank, world_size):
+    model = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 3, bias=False))
+    optimizers = [torch.optim.Muon([model[0].weight]), torch.optim.AdamW([model[1].weight])]
+    step = apexfx.train_step(model, F.cross_entropy, optimizers, opt_level="O0", inner="eager", ddp=True, shard="optimizer",
+                             safeguard=apexfx.Safeguard(replica_check_interval=1))
+    batch = torch.randn(2, 5), torch.tensor([0, 2])
+    step(*batch)
+    step(*batch)
+    with torch.no_grad():
+        model[1].weight[0] += rank  # which rank 0 updates, and gives to all
+        step(*batch)
+        model[0].weight += rank
+    step(*batch)
+    with pytest.raises(ReplicaMismatchError, match=r"in 1 of 2 parameters or their optimizer state: 0\.weight"):
+        step(*batch)
