@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import traceback
 import weakref
 import zlib
@@ -33,6 +34,7 @@ from ..errors import RankFailureError, RankMismatchError
 from ..host_copy import HostCopy
 
 TRAINED = "trains"  # begins an item that says of a parameter, by its name, that its gradient is averaged
+_NUMBERS = "numbers of the optimizer"
 _NOTHING = "nothing"
 
 
@@ -146,7 +148,7 @@ class Agreement:
         if device_of_group(self.group).type == "cpu":  # otherwise a rank may have gone on, and would not come
             with explained(self.group, "the explanation of an error"):
                 items = [{"model, in the order they were made": self._number}, *run.items]
-                items += [dict(numbers)] if (numbers := run.numbers()) else []
+                items += [[_NUMBERS, dict(numbers)]] if (numbers := run.numbers()) else []
                 dist.all_gather_object(posts, [run.what, items, run.mode()], self.group)
         after = ("\nIt happened in the step before, whose gradients are the same on every rank, and may be averages over "
                  "different steps: go back to a checkpoint.") if late else ""
@@ -167,11 +169,13 @@ def explained(group: dist.ProcessGroup | None, what: str, timeout: timedelta | N
         lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.line]
         line = next((line for line in reversed(lines) if "_c10d_functional" in line), "")
         limit = timeout if timeout is not None and timeout > timedelta(0) else process_group_timeout(group)
+        is_late = not re.search("closed by peer|reset by peer", str(error))
+        why = ("died, is stuck, has no more batches (drop_last=True), or is slower than the limit of "
+               f"{limit.total_seconds():g} s, the process group's timeout unless BucketConfig(timeout_s=...) is less"
+               if is_late else "died, or has ended, as one does that has no more batches (drop_last=True)")
         raise RankFailureError(
             f"apexfx: rank {group.rank()} of {group.size()} gave up {what}{f', at `{line}`' if line else ''}: another rank "
-            "failed, died, is stuck, has no more batches (drop_last=True), or is slower than the limit of "
-            f"{limit.total_seconds():g} s, the process group's timeout unless BucketConfig(timeout_s=...) is less; look at its "
-            "log. A group of which one collective has failed stays "
+            f"failed, {why}; look at its log. A group of which one collective has failed stays "
             f"unusable: make a new one, and the step or model anew, or start the ranks again. ({error})") from error
 
 
@@ -234,7 +238,8 @@ def _out_of_step(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
     else:
         reason = _modes(posts) or (
             "A rank skipped a backward, failed before it, or ran a training forward that the others did not. Every rank must run "
-            "the same steps; to skip one, skip it on all ranks, or use no_sync().")
+            "the same steps; to skip one, skip it on all ranks. Where one rank's batch raised, and it went on to the next, "
+            "it is behind by one at the end.")
     return "\n".join(["apexfx: the ranks disagree about this step, so its gradients must not be used.", *_counts(rows), reason])
 
 
@@ -244,11 +249,13 @@ def _different(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
     lines = [f"apexfx: the ranks do not agree on the {what}."]
     if modes := _modes(posts):
         return f"{lines[0]} {modes[0].upper()}{modes[1:]}"
+    of_numbers = False
     for rank, (what_there, items, _) in enumerate(posts):
         if items == reference:
             continue
         place = next((i for i, (a, b) in enumerate(zip(reference, items)) if a != b), min(len(reference), len(items)))
         there = [x[place] if place < len(x) else _NOTHING for x in (reference, items)]
+        of_numbers = isinstance(there[0], list) and there[0][:1] == [_NUMBERS]
         if said := _differing_keys(*there, rank) or _trained_on_one(reference, items, rank):
             lines.append(f"  {said}")
         first = [x if x is _NOTHING else json.dumps(x) for x in _narrowed(*there)]
@@ -256,5 +263,6 @@ def _different(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
                      + (f" (there: the {what_there})" if what_there != what else ""))
     if len({row[2] for row in rows}) > 1:
         lines += [*_counts(rows), "One of them may have failed in a step, and gone on to the next."]
-    lines.append("Every rank must build the same model with the same options and run the same graph.")
+    lines.append("A schedule needs what all ranks have alike: an averaged loss." if of_numbers else
+                 "Every rank must build the same model with the same options and run the same graph.")
     return "\n".join(lines)

@@ -52,6 +52,7 @@ class GatherUpdated(Pass):
     def begin(self) -> None:
         super().begin()
         self.schedule: list[Window] = []
+        self._said: dict[fx.Node, str] = {}
 
     def options(self) -> dict[str, Any]:
         return {"group": self.group_name, "world_size": self.world_size}
@@ -80,6 +81,11 @@ class GatherUpdated(Pass):
             for node in reversed(behind):
                 last.append(node)
         self.schedule = windows(gm)
+        of_start = {window.start: window for window in self.schedule}
+        for start, said in self._said.items():
+            window = of_start[start.name]
+            between = f"{count_text(window.nodes, 'node')} and {window.flops} flops"
+            self.record(start, f"{said}, {between} between start and wait")
         return PassResult(gm, True)
 
     def _gather(self, update: fx.Node, rows: Sequence[fx.Node], mode: Any) -> list[fx.Node]:
@@ -93,7 +99,7 @@ class GatherUpdated(Pass):
         for node in nodes:
             if node.target is not _COPY:
                 node.meta[WHOLE] = True
-        self.record(nodes[place - 1], f"{count_text(len(rows), 'parameter')} behind {update.name}")
+        self._said[nodes[place - 1]] = f"{count_text(len(rows), 'parameter')} behind {update.name}"
         return nodes[place - 1:]
 
 

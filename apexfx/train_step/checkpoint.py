@@ -63,7 +63,7 @@ def load(components: Components, state: dict[str, Any]) -> None:
         for name, holder in holders.items():
             holder.load_state_dict(before[name])
         raise
-    if state["num_ranks"] != components.num_ranks:
+    if state["num_ranks"] != components.num_ranks and rank() == 0:
         log.warning("apexfx: the state was saved by %d ranks and is loaded by %d: the batch that a step sees, and with it "
                     "the right learning rate, may be another", state["num_ranks"], components.num_ranks)
     components.slots.load(state, _named(components))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import step_pre_hooks, tree_leaves
+from .._torch import is_dtensor, step_pre_hooks, tree_leaves
 from ..compiler.forward_errors import name_precision
 from ..errors import RankFailureError, RankMismatchError
 from ..report.data import Report
@@ -128,7 +128,7 @@ LOSS_BACKWARD = _LossBackward()
 
 
 class _SecondUpdate:
-    """A hook on an optimizer's `step()`: says once that the step of a user's loop does nothing after a training step."""
+    """A hook on an optimizer's `step()`: says once that it does nothing after a training step, and refuses it over rows."""
 
     only_observes = True
 
@@ -136,6 +136,10 @@ class _SecondUpdate:
         self._report: Report | None = report
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(p.grad is not None and not is_dtensor(p) and any(map(is_dtensor, held.values()))
+               for p, held in optimizer.state.items() if isinstance(held, dict)):
+            raise RuntimeError("apexfx: optimizer.step() was called on whole gradients, and with shard= this rank has the state "
+                               "of its rows alone: update by the training step, or train without shard=")
         if self._report is not None and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             self._report.warn("apexfx: optimizer.step() was called, and no parameter has a gradient, so it did nothing: a "
                               "training step has updated the parameters already. Leave out zero_grad(), backward(), "

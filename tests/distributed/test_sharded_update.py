@@ -308,6 +308,9 @@ def resumed(rank, world_size, folder, every):
         expected = losses if step is going[0] else expected
         assert losses == expected
         torch.testing.assert_close(step.model.state_dict(), going[0].model.state_dict(), rtol=0, atol=0)
+    step.model(data[0][0]).sum().backward()
+    with pytest.raises(RuntimeError, match="the state of its rows alone"):
+        step.optimizer.step()
     with pytest.raises(apexfx.RankMismatchError, match="state_dict"):
         step(*data[0]) if rank else step.state_dict(full=True)
 
