@@ -11,7 +11,7 @@ from .._torch import BatchNorm, process_group_timeout
 from .sync_batchnorm import SyncBatchNorm
 
 _KNOWN = ("torch", "apexfx", "builtins", "typing")  # packages whose methods are there behind a change of class, or not missed
-_NOT_MISSED = ("__init__", "_check_input_dim", "extra_repr", "__repr__")  # methods that a change of class may drop
+_NOT_MISSED = ("__init__", "reset_parameters", "_check_input_dim", "extra_repr", "__repr__")  # methods that may be dropped
 
 
 def convert_syncbn_model(
