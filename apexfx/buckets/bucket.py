@@ -200,7 +200,7 @@ class Bucket:
                 raise ValueError(f"apexfx: bucket {index} of the plan has {name}={row[name]!r}, expected the name of a dtype")
         dtypes = {name: getattr(torch, row[name]) for name in _DTYPES}
         slots = tuple(BucketSlot(s["parameter"], tuple(s["shape"]), s["offset_bytes"],
-                           tuple(s["dim_order"]) if s.get("dim_order") else None, tuple(s.get("shared_with", ())))
+                                 tuple(s["dim_order"]) if s.get("dim_order") else None, tuple(s.get("shared_with", ())))
                       for s in row["slots"])
         return cls(**(row | dtypes | {"slots": slots}))
 

@@ -130,7 +130,7 @@ def _is_of_program(module: str) -> bool:
     return module.partition(".")[0] not in ("torch", "apexfx", "builtins")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=32)  # not of all that there were: functions hold what they close over
 def _constants_read_by(cls: type[torch.optim.Optimizer], held: tuple[types.FunctionType, ...]) -> list[_Place]:
     """Return where the methods of a class of a program, functions that an optimizer holds, and those that they call of their
     module, may read constants.

@@ -401,7 +401,7 @@ class TrainStep:
         components = self._components
         if full and components.of_rows and components.agreement is not None:
             components.agreement.ensure("calls before step.state_dict(full=True), which gathers", [self._state.num_calls])
-        if not self._state.now.params:
+        if not self._state.is_read:
             with self._state.all_or_nothing():
                 self._state.prepare()
         state = checkpoint.save(components)

@@ -43,6 +43,7 @@ def test_a_call_that_fails_leaves_all_as_it_was(objective, error, message):
         step(*samples(1)[0])
     assert_same((model.state_dict(), optimizer.state_dict(), step.loss_scale), before)
     assert not optimizer.state
+    assert step.state_dict()["optimizer"]["state"]  # places for what is loaded into it
 
 
 @table(1, "optimizer", [SGD, RMSprop])
