@@ -52,6 +52,8 @@ from torch._inductor import ir as inductor_ir
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
+from torch._inductor.codegen.cpp_utils import LocalBufferContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
@@ -231,6 +233,24 @@ def keep_order_of_writes() -> Iterator[None]:
             mock.patch.object(inductor_ir.MutationLayoutSHOULDREMOVE, "realize_into", realize_what_reads_it), \
             mock.patch.object(Scheduler, "fusable_weak_dep", reads_no_earlier_write):
         yield
+
+
+def whole_local_buffers() -> contextlib.AbstractContextManager[Any]:
+    """Have a loop of Inductor's C++ whose body keeps a row to itself run over one row at a time.
+
+    Where the loop is tiled, 2.13 computes several rows, and then reads the last one's values for all (pytorch#185702; mended in
+    2.14, which does the same as this).
+    """
+    check = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr
+
+    @functools.wraps(check)
+    def check_rows(self: OuterLoopFusedSchedulerNode, kernels: Sequence[Any], depth: int) -> bool:
+        buffers = inductor_state.local_buffer_context
+        is_tiled = any(loop.steps != 1 for kernel in kernels for loop in kernel.loop_nest.loops[:depth])
+        keeps_rows = isinstance(buffers, LocalBufferContext) and bool(buffers.local_buffers)
+        return not (is_tiled and keeps_rows) and check(self, kernels, depth)
+
+    return mock.patch.object(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", check_rows)
 
 
 def compilations() -> list[Compilation]:

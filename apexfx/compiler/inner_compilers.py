@@ -21,6 +21,7 @@ from .._torch_compilers import (
     inductor_config,
     keep_kernels,
     keep_order_of_writes,
+    whole_local_buffers,
 )
 from ..graph.nodes import call, value
 from ..graph.printing import count_text
@@ -42,8 +43,8 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
     is_shared = not (patches or changed_inductor_settings()) and not any(
         isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
     options = _OPTIONS_OF_STEP if backward.is_train_step else _OPTIONS
-    rounding = {"emulate_precision_casts": True} if torch_faults.compares_halves(gm) else {}
-    patches = {**options, **rounding, **patches, "post_grad_custom_post_pass": backward}
+    patches = {"joint_custom_post_pass": torch_faults.HoldCompared(inductor_config.joint_custom_post_pass), **options, **patches,
+               "post_grad_custom_post_pass": backward}
     if patches.get("cpp_wrapper", inductor_config.cpp_wrapper):
         for node in gm.graph.find_nodes(op="placeholder"):
             node.meta.pop("val", None)  # in place of the inputs it would be read, and None where it is a number or a size
@@ -83,8 +84,8 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
     torch_faults.keep_keywords(gm)
     key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared and backward.key else None
     with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), keep_order_of_writes(), \
-            several_kernels_a_file(), PROGRESS.compiling(f"Inductor makes code of {count_text(count_calls(gm.graph), 'op')}"), \
-            compiled_by_one_rank(key):
+            whole_local_buffers(), several_kernels_a_file(), \
+            PROGRESS.compiling(f"Inductor makes code of {count_text(count_calls(gm.graph), 'op')}"), compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
     if options.get("is_backward") or backward.is_train_step:
         backward.keep(cache_entry(compiled))

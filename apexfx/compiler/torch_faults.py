@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,17 +16,31 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import dynamo_source
-from .._torch_compilers import forget_specialized_floats, refuse_checkpoints_of, specialize_floats, traced_code, without_tensorify
-from ..config import HALVES
+from .._torch_compilers import (
+    CustomGraphPass,
+    forget_specialized_floats,
+    refuse_checkpoints_of,
+    specialize_floats,
+    traced_code,
+    without_tensorify,
+)
 from ..graph.mutation import bodies, storages, written, written_storages
 from ..graph.nodes import NAME, argument, call, graphs, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.order import draws_random_numbers
+from .cache import package_digest
 from .capture import records_gradients
 
 aten = torch.ops.aten
 
-_MAXIMA = ("amax", "amin", "aminmax", "max", "min", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_")
+_COMPARISONS = (aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor)
+# Ops whose results have elements of their inputs, but for sign and rounding: views, casts, and what selects.
+_AS_THEY_ARE = frozenset((
+    "view", "reshape", "_unsafe_view", "expand", "permute", "transpose", "t", "squeeze", "unsqueeze", "select", "slice", "split",
+    "split_with_sizes", "alias", "detach", "clone", "_to_copy", "convert_element_type", "abs", "neg", "sign", "getitem", "flip",
+    "gather", "index", "index_select", "amax", "amin", "max", "min", "aminmax", "maximum", "minimum", "sort", "topk", "kthvalue",
+    "median", "nanmedian", "mode", "cummax", "cummin", "max_pool2d_with_indices", "_low_memory_max_pool_with_offsets",
+    "scatter_reduce", "index_reduce", "cat", "where"))
 
 
 def widen_drawn_numbers(gm: fx.GraphModule, example_inputs: list[Any]) -> None:
@@ -199,19 +212,47 @@ def _traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]
     return torch.backends.mkldnn.flags(enabled=False) if has_lstm else contextlib.nullcontext()
 
 
-def compares_halves(gm: fx.GraphModule) -> bool:
-    """Return whether gradients may go to those of several halves that are equal to their maximum.
+class HoldCompared(CustomGraphPass):
+    """Have what is compared with its own maximum in memory once, for both.
 
-    Inductor (2.13) computes a half again without rounding it, unless it is told to: then none is, and the gradient is 0 / 0.
+    Inductor (2.13) computes a value again in each kernel that reads it, where the last bits may be others: of gelu, erf or sin in
+    a vector and in its tail, of a half that is not rounded. Then nothing equals the maximum: its gradient is lost, or 0 / 0.
+
+    Args:
+        other: a pass that the user has set in this one's place, which runs before it.
     """
-    nodes = [node for body in graphs(gm) for node in body.graph.nodes]
-    return any(getattr(value(node), "dtype", None) in HALVES for node in nodes) and any(
-        node.op in ("call_function", "call_method") and _takes_maximum(node) for node in nodes)
+
+    def __init__(self, other: Any = None) -> None:
+        self._others = other if isinstance(other, (list, tuple)) else [other] if other is not None else []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in self._others:
+            other(graph)
+        held = [source for node in graph.nodes if node.target in _COMPARISONS
+                for source in _may_equal(node.args[0]) & _may_equal(node.args[1])]
+        for source in dict.fromkeys(held):
+            with graph.inserting_after(source):
+                copy = call(graph, torch.ops.apexfx.held_copy.default, (source,), like=source)
+            source.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+    def uuid(self) -> Any:
+        uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self._others]
+        return None if None in uuids else "+".join([package_digest(), *map(str, uuids)])
 
 
-def _takes_maximum(node: fx.Node) -> bool:
-    name, arguments = canonical_name(node.target), (*node.args, *node.kwargs.values())
-    return name in _MAXIMA or "norm" in name and any(each in (math.inf, -math.inf) for each in arguments)
+def _may_equal(node: Any) -> set[fx.Node]:
+    """Return the floating values that are computed in a graph, of which a value has elements as they are, or rounded."""
+    sources, stack, seen = set(), [node], set()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        if canonical_name(node.target) in _AS_THEY_ARE:
+            stack += node.all_input_nodes
+        elif node.op == "call_function" and isinstance(value(node), Tensor) and value(node).is_floating_point():
+            sources.add(node)
+    return sources
 
 
 def resolve_negated_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any],

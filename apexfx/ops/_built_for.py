@@ -18,7 +18,7 @@ from .._torch import nvml_index, registered_overloads
 _SIGNATURES = re.compile(rb"apexfx signatures:((?:\n[^\n\0]+)*)\n\0")
 # Ops that are composed of others, or of torch's, and have no kernel of their own.
 WITHOUT_KERNEL = frozenset({
-    "apply_gradients", "bn_relu_backward", "flatten_bucket", "gather_shards", "gru", "gru_backward", "lstm",
+    "apply_gradients", "bn_relu_backward", "flatten_bucket", "gather_shards", "gru", "gru_backward", "held_copy", "lstm",
     "lstm_backward", "orthogonalize", "orthogonalize_own", "orthogonalize_rows", "own_rows", "rnn_relu", "rnn_relu_backward",
     "rnn_tanh", "rnn_tanh_backward", "scatter_gradients", "sync_batch_norm",
 })

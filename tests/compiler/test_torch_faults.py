@@ -501,9 +501,9 @@ def mixed_dtypes() -> bool:
     return raises("mixed dtype", lambda: forward(*args))
 
 
-@fault("halves are not rounded before they are compared with their maximum", 195214, 186799, slow=True,
-       ours="compiler/torch_faults.py compares_halves")
-def compared_halves() -> bool:
+@fault("what is compared with its own maximum is computed again, with other bits", 195214, 186799, slow=True,
+       ours="compiler/torch_faults.py HoldCompared")
+def compared_with_its_maximum() -> bool:
     def gradient(run):
         torch.manual_seed(0)
         x = torch.randn(64, 33, requires_grad=True)

@@ -1,0 +1,94 @@
+"""What Inductor is known to compute wrongly, and is kept from: each program by Inductor, its gradients beside float64's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx.testing import tolerance
+
+KINDS = {"gelu": F.gelu, "erf": torch.erf, "sin": lambda h: torch.sin(3 * h), "atan": lambda h: torch.atan2(h, h.flip(0) + 2)}
+FORMS = {
+    "amax": lambda h: h.amax(-1).sum(),
+    "amin": lambda h: h.view(8, -1, 3).amin((0, 2)).square().sum(),
+    "max of all": lambda h: h.max(),
+    "infinite norm": lambda h: torch.linalg.vector_norm(h, float("inf"), dim=1).sum(),
+    "mask": lambda h: (h * (h == h.amax(0))).sum(),
+    "threshold": lambda h: (h * (h >= h.topk(2, dim=-1).values[..., -1:])).square().sum(),
+}
+
+
+class Compared(nn.Module):
+    """A layer for each form of each kind, so that each has a gradient of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"{kind}, {form}": nn.Linear(8, 3) for kind in KINDS for form in FORMS})
+
+    def forward(self, x):
+        return sum(form(kind(self.layers[f"{name}, {form_name}"](x))).float()
+                   for name, kind in KINDS.items() for form_name, form in FORMS.items())
+
+
+def gradients(model, objective, *batch, how="eager", opt_level="O0"):
+    """Return the gradients that a model gets, by name, in float64."""
+    model = copy.deepcopy(model)
+    if how == "step":
+        step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), 0.0), keep_grads=True,
+                                 opt_level=opt_level)
+        step(*batch)
+    else:
+        objective(apexfx.transform(model, opt_level=opt_level) if how == "transform" else model, *batch).backward()
+    return {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+def off(got, expected):
+    """Return the gradients that are farther from float64 than rounding, each with how far."""
+    errors = {name: float((got[name] - g).norm() / g.norm()) for name, g in expected.items()}
+    return {name: error for name, error in errors.items() if not error < 100 * tolerance(torch.float32)["rtol"]}
+
+
+@pytest.mark.parametrize("how", ["step", pytest.param("transform", marks=pytest.mark.long)])
+def test_what_is_compared_with_its_own_maximum_gets_its_gradient(how):
+    torch.manual_seed(0)
+    model, x = Compared(), torch.randn(64, 8)
+    expected = gradients(copy.deepcopy(model).double(), lambda model, x: model(x), x.double())
+    assert off(gradients(model, lambda model, x: model(x), x, how=how), expected) == {}
+
+
+def log_probabilities(model, ids):
+    return F.log_softmax(model(ids)[:, :-1], -1).gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+
+
+def clipped(model, ids, old, reference, advantage, active):
+    """The objective of PPO and GRPO: a clipped ratio, a mask of the completion, a penalty on the distance from a reference."""
+    log_probability = log_probabilities(model, ids)
+    difference, ratio = (reference - log_probability) * active, (log_probability - old).exp()
+    loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + 0.01 * (difference.exp() - difference - 1)
+    return ((loss * active).sum(-1) / active.sum(-1)).mean()
+
+
+def clipped_program(dtype=torch.float32):
+    """Return a policy, and a batch of the clipped objective: rows of 24 tokens of 96 words."""
+    torch.manual_seed(0)
+    policy = nn.Sequential(nn.Embedding(96, 32), nn.Linear(32, 96)).to(dtype)
+    ids, active = torch.randint(2, 96, (4, 24)), torch.zeros(4, 23, dtype=torch.bool)
+    active[:, 11:] = True
+    with torch.no_grad():
+        reference = log_probabilities(policy, ids)
+        old = reference + 1e-3 * torch.randn(4, 23, dtype=dtype)
+    return policy, (ids, old, reference, torch.randn(4, 1, dtype=dtype), active)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["step", pytest.param("transform", marks=pytest.mark.long)])
+def test_the_clipped_objective(how, dtype):
+    policy, batch = clipped_program(dtype)
+    wide = [x.double() if x.is_floating_point() else x for x in batch]
+    expected = gradients(copy.deepcopy(policy).double(), clipped, *wide)
+    assert off(gradients(policy, clipped, *batch, how=how), expected) == {}
