@@ -72,6 +72,7 @@ from ._torch import (
     Compilation,
     current_translator,
     ends_in_graph_break,
+    functorch_config,
     in_graphs,
     innermost_backend,
     traced_expression,
@@ -251,6 +252,32 @@ def whole_local_buffers() -> contextlib.AbstractContextManager[Any]:
         return not (is_tiled and keeps_rows) and check(self, kernels, depth)
 
     return mock.patch.object(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", check_rows)
+
+
+@contextlib.contextmanager
+def code_of_caches() -> Iterator[list[CompiledFxGraph]]:
+    """Yield the code that is loaded from a cache, or compiled, in this context, as it comes."""
+    loaded: list[CompiledFxGraph] = []
+    post_compile = CompiledFxGraph.post_compile
+
+    @functools.wraps(post_compile)
+    def note(self: CompiledFxGraph, *args: Any) -> None:
+        post_compile(self, *args)
+        loaded.append(self)
+
+    with mock.patch.object(CompiledFxGraph, "post_compile", note):
+        yield loaded
+
+
+def code_without_cuda_graphs(compiled: CompiledFxGraph) -> Callable[..., Any]:
+    """Return what code of Inductor's runs where it records no CUDA graph."""
+    runner = getattr(compiled, "compiled_fn_runner", None)
+    return runner.call if compiled.cudagraph_info is not None and runner is not None else compiled.current_callable
+
+
+def without_autograd_cache() -> contextlib.AbstractContextManager[Any]:
+    """Have AOTAutograd trace a graph though its cache has the code, which Inductor's then gives."""
+    return functorch_config.patch(enable_autograd_cache=False)
 
 
 def compilations() -> list[Compilation]:

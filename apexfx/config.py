@@ -19,7 +19,7 @@ from ._torch import resolve_process_group
 from .ranks import has_group
 
 INNER_COMPILERS = ("inductor", "eager", "cudagraphs")
-VERIFY_LEVELS = ("off", "final", "each")
+VERIFY_LEVELS = ("auto", "off", "code", "final", "each")
 LAYOUTS = ("reverse", "ddp")
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -205,7 +205,7 @@ class TransformConfig:
     inner_options: Mapping[str, Any] = field(default_factory=dict)
     fullgraph: bool = False
     dynamic: bool | None = None
-    verify: str = "off"
+    verify: str = "auto"
     methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

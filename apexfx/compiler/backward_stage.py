@@ -13,8 +13,10 @@ from .._torch_compilers import CustomGraphPass, inductor_config
 from ..graph import printing
 from ..graph.inputs import Placeholder, is_backward
 from ..graph.nodes import size_hint
+from ..ranks import num_ranks
 from ..report.records import GraphReport, StageReport
 from . import cache, capture
+from .prover import FirstCall, Prover
 from .pipeline import Pipeline
 
 
@@ -38,22 +40,27 @@ class BackwardPasses(CustomGraphPass):
         self._placeholders = placeholders
         self._uuid = uuid
         self.key = key
+        self.prover: Prover | None = None  # of its code
         self._user_pass = inductor_config.post_grad_custom_post_pass
 
     def __call__(self, graph: fx.Graph) -> None:
         if self._user_pass is not None:
             self._user_pass(graph)
         gm = graph.owning_module
-        if not is_backward(gm):
+        if self.is_train_step or is_backward(gm):
+            self.run(gm)
+        else:
             self.on_forward(gm)
-            return
-        self.run(gm)
 
     def run(self, gm: fx.GraphModule) -> StageReport:
         """Run the backward stage over `gm` and put it in the report."""
         capture.name_inputs(gm, self._placeholders)
-        self._record.backward = self._pipeline.run("backward", gm, inputs=random_inputs(gm))
+        self._record.backward = self._report_of(gm, random_inputs(gm))
         return self._record.backward
+
+    def _report_of(self, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None) -> StageReport:
+        """Run the passes over `gm`, and return what they did."""
+        return self._pipeline.run("backward", gm, inputs=inputs)
 
     def keep(self, entry: str | None) -> None:
         """Keep the stage's report beside the entries of torch's caches; read it from there where Inductor's cache had the code.
@@ -69,9 +76,39 @@ class BackwardPasses(CustomGraphPass):
             for key in filter(None, (self.key, entry)):
                 cache.save_stage(key, self._record.backward)
 
-    def lacks_report(self) -> bool:
-        """Return whether a cache had the code, and not the report of the passes."""
-        return len(self._record.stages) < 2
+    def lacks(self, code: Any) -> bool:
+        """Return whether something is not known of code that a cache had: that it was proved; of a step of several ranks, what the
+        passes reported, which says in what order the ranks communicate.
+        """
+        return self.prover is not None and self.prover.needs_proof(code) or \
+            self.is_train_step and num_ranks() > 1 and len(self._record.stages) < 2
+
+    def is_new(self, code: Any) -> bool:
+        """Return whether code is to be proved at its first call."""
+        return isinstance(code.current_callable, FirstCall)
+
+    def prove(self, code: Any, gm: fx.GraphModule, *, is_backward: bool) -> None:
+        """Have the first call of code prove it.
+
+        Args:
+            gm: a copy of what the code was made of, over which our passes run now, and none of Inductor's.
+        """
+        if self._user_pass is not None:
+            self._user_pass(gm.graph)
+        capture.name_inputs(gm, self._placeholders)
+        if self.is_train_step or is_backward:
+            report = self._report_of(gm, None)
+            self._record.backward = self._record.backward or report  # of what came from a cache that had lost it
+        if self.prover is not None:
+            self.prover.at_first_call(code, gm, self._stage(is_backward))
+
+    def note_proved(self, *, is_backward: bool) -> None:
+        """Note that code which a cache had was proved when it was made."""
+        if self.prover is not None:
+            self.prover.note_proved(self._stage(is_backward))
+
+    def _stage(self, is_backward: bool) -> str:
+        return "step" if self.is_train_step else "backward" if is_backward else "forward"
 
     def on_forward(self, gm: fx.GraphModule) -> None:
         """Put AOTAutograd's forward graph in the report."""

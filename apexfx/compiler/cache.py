@@ -34,6 +34,8 @@ from .progress import PROGRESS
 
 log = logging.getLogger(__name__)
 
+_PROVED = b"proved"
+
 
 @functools.lru_cache(maxsize=1)
 def package_digest() -> str:
@@ -151,6 +153,24 @@ def save_stage(key: str, stage: StageReport) -> None:
     content = json.dumps(stage_to_json(stage)).encode()
     CacheArtifactManager.record_artifact(PortableReport.type(), key, content)
     _write(key, content)
+
+
+def save_proved(entry: str) -> None:
+    """Keep beside an entry of Inductor's cache that its code was compared with its graph, and is right."""
+    CacheArtifactManager.record_artifact(PortableReport.type(), _verdict(entry), _PROVED)
+    _write(_verdict(entry), _PROVED)
+
+
+def is_proved(entry: str) -> bool:
+    """Return whether `save_proved` was called for an entry, in any process."""
+    try:
+        return _path(_verdict(entry)).read_bytes() == _PROVED
+    except OSError:
+        return False
+
+
+def _verdict(entry: str) -> str:
+    return f"{entry}.proof"
 
 
 def _write(key: str, content: bytes) -> None:

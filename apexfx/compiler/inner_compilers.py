@@ -14,6 +14,7 @@ from torch import fx
 from .._torch import TRACK_KERNELS, boxed, cache_entry, changed_inductor_settings, keep_saved_tensors
 from .._torch_compilers import (
     aot_autograd,
+    code_of_caches,
     compile_fx,
     compile_fx_inner,
     count_calls,
@@ -21,6 +22,7 @@ from .._torch_compilers import (
     inductor_config,
     keep_kernels,
     keep_order_of_writes,
+    without_autograd_cache,
     whole_local_buffers,
 )
 from ..graph.nodes import call, value
@@ -30,6 +32,7 @@ from . import lowerings, torch_faults
 from .cache import compiled_by_one_rank
 from .kernel_files import several_kernels_a_file
 from .progress import PROGRESS
+from .verification import snapshot
 
 # Inductor's default reorders for peak memory: it moves all compute before the collectives and hides nothing.
 _OPTIONS = {"reorder_for_peak_memory": False, **TRACK_KERNELS}
@@ -50,11 +53,15 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
             node.meta.pop("val", None)  # in place of the inputs it would be read, and None where it is a number or a size
     inner_compile = functools.partial(_inner_compile, backward, is_shared)
     with several_kernels_a_file():  # of a cache, here, and of those that are compiled below
-        compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
-        if backward.is_train_step and backward.lacks_report() and num_ranks() > 1:
-            # Its report is lost, or on the machine that has compiled it, and says in what order the ranks communicate.
-            patches["force_disable_caches"] = True
+        with code_of_caches() as loaded:
             compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
+        of_cache = [code for code in loaded if not backward.is_new(code)]
+        if any(map(backward.lacks, of_cache)):
+            with without_autograd_cache():  # which has no graph
+                compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
+        else:
+            for code in of_cache:
+                backward.note_proved(is_backward=bool(code.fx_kwargs.get("is_backward")))
     return torch_faults.resolve_negated_inputs(gm, example_inputs, compiled)
 
 
@@ -81,13 +88,19 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
         keep_saved_tensors()
     if not (options.get("is_backward") or options.get("is_inference")):
         torch_faults.save_before_writes(gm)
+    before = snapshot(gm)
     torch_faults.keep_keywords(gm)
     key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared and backward.key else None
     with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), keep_order_of_writes(), \
             whole_local_buffers(), several_kernels_a_file(), \
             PROGRESS.compiling(f"Inductor makes code of {count_text(count_calls(gm.graph), 'op')}"), compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
-    if options.get("is_backward") or backward.is_train_step:
+    is_backward = bool(options.get("is_backward"))
+    if backward.lacks(compiled):
+        backward.prove(compiled, before, is_backward=is_backward)
+    else:
+        backward.note_proved(is_backward=is_backward)
+    if is_backward or backward.is_train_step:
         backward.keep(cache_entry(compiled))
     return compiled
 

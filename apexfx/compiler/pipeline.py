@@ -63,7 +63,7 @@ class Pipeline:
         if stage == "forward":
             report.ops = op_dtypes(gm)
         report.places = node_places(gm)
-        if self.verify != "off":
+        if self.verify in ("final", "each"):
             invariants.check(gm, thorough=True)
         return report
 

@@ -37,6 +37,7 @@ from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .process_groups import Groups
 from .progress import PROGRESS, captured
+from .prover import Prover
 from .recompiles import why_compiled_again
 from .refusals import check_inputs, check_python_objects
 from .verification import real_inputs
@@ -89,6 +90,8 @@ class RewrittenGraph:
     def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
         """Return what runs the graph; the report has it from then on."""
         PROGRESS.enter("passes done, AOTAutograd derives what runs")
+        if self.config.inner != "eager" and self.config.verify != "off":
+            other_stages.prover = Prover(report, self.record, insists=self.config.verify == "code")
         with torch_faults.mended(self.gm), _explained(self.gm):
             put_in = torch_faults.leave_out_written_inputs(self.gm)
             compiled = put_in(INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options))

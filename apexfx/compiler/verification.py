@@ -25,8 +25,9 @@ from ..testing import tolerance
 def snapshot(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of `gm` whose graph, and those of its nested bodies, later edits do not reach."""
     graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output(graph.graph_copy(gm.graph, {})).meta.update(gm.graph.output_node().meta)
     copy = fx.GraphModule(gm, graph)
+    copy.meta.update(gm.meta)
     for node in gm.graph.find_nodes(op="get_attr"):
         body = gm.get_submodule(str(node.target)) if isinstance(getattr(gm, str(node.target), None), fx.GraphModule) else None
         if body is not None:

@@ -24,7 +24,12 @@ def namespace(node: fx.Node) -> str:
 
 def is_collective(node: fx.Node) -> bool:
     """Return whether `node` starts a collective."""
-    return isinstance(node.target, OpOverload) and node.target._schema.name in _ASYNC
+    return starts_collective(node.target)
+
+
+def starts_collective(target: Any) -> bool:
+    """Return whether an op starts a collective."""
+    return isinstance(target, OpOverload) and target._schema.name in _ASYNC
 
 
 def group_name(node: fx.Node) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .._torch import GradAOTOutput, PlainAOTInput
-from .nodes import NAME
+from .nodes import INPUT_NAMES, NAME
 
 _IN_A_LOCAL = re.compile(r"^L\['\w+'\](?:\[[^\]]*\])*$")  # a local variable, or an item of one
 
@@ -66,6 +66,13 @@ class Gradient:
 def is_backward(gm: fx.GraphModule) -> bool:
     """Return whether `gm` is a backward graph made by AOTAutograd."""
     return any(isinstance(d, GradAOTOutput) for d in gm.graph.output_node().meta.get("desc") or ())
+
+
+def gradient_outputs(gm: fx.GraphModule) -> dict[int, str]:
+    """Return the places of a backward graph's outputs that are gradients of inputs, each with the input's name."""
+    descs, names = gm.graph.output_node().meta.get("desc") or (), gm.meta.get(INPUT_NAMES, ())
+    return {place: names[desc.grad_of.idx] for place, desc in enumerate(descs)
+            if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput) and desc.grad_of.idx < len(names)}
 
 
 def apply_node(gm: fx.GraphModule) -> fx.Node | None:

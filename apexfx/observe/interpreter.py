@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from .._torch import OpOverload, resolve_process_group, tree_map
-from ..graph.collectives import group_name, is_collective, is_wait, namespace, wait
+from ..graph.collectives import group_name, is_collective, is_wait, namespace, starts_collective, wait
 from ..graph.mutation import written
 from ..graph.nodes import op_name, source_line
 
@@ -53,25 +53,25 @@ class Interpreter(fx.Interpreter):
             result = tree_map(wait, super().run_node(n))
         else:
             alone = is_collective(n) or is_wait(n)
-            result = _collective(n, self.fetch_args_kwargs_from_env(n)[0]) if alone else super().run_node(n)
+            result = on_one_rank(n.target, self.fetch_args_kwargs_from_env(n)[0]) if alone else super().run_node(n)
         seen = [self.env[source] for source in written(n)] if n.op == "call_function" and result is None else result
         for observe in self._observers:
             observe(n, seen)
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(target, *_of_one_rank(target, args, kwargs))
+        return super().call_function(target, *of_one_rank(target, args, kwargs))
 
 
 def evaluate(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a node that calls something gives for other arguments, as `Interpreter` computes it."""
     if is_collective(node) or is_wait(node):
-        return _collective(node, args)
-    args, kwargs = _of_one_rank(node.target, args, kwargs)
+        return on_one_rank(node.target, args)
+    args, kwargs = of_one_rank(node.target, args, kwargs)
     return node.target(*args, **kwargs)
 
 
-def _of_one_rank(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def of_one_rank(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an op's arguments, such that it talks to no group: ours compute over this rank where the group's name is empty."""
     if isinstance(target, OpOverload) and target.namespace == "apexfx":
         names = [a.name for a in target._schema.arguments]
@@ -83,10 +83,16 @@ def _of_one_rank(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args, kwargs
 
 
-def _collective(node: fx.Node, args: tuple[Any, ...]) -> Any:
-    if is_wait(node):
+def on_one_rank(target: Any, args: tuple[Any, ...]) -> Any:
+    """Return what an op that communicates, or waits, gives where all ranks hold what this one holds; None for other ops."""
+    if not isinstance(target, OpOverload) or not target.namespace.startswith("_c10d_functional"):
+        return None
+    name = target._schema.name
+    if name == "_c10d_functional::wait_tensor":
         return args[0]
-    name, world = node.target._schema.name, world_size(args[-1])
+    if not starts_collective(target):
+        raise NotImplementedError(f"apexfx: {target} communicates, and cannot be computed on one rank alone")
+    world = world_size(args[-1])
     factor = world if args[1:2] == ("sum",) else 1
     if "all_gather" in name:
         return torch.cat([args[0]] * world)

@@ -17,8 +17,8 @@ from ..graph.mutation import written
 from .interpreter import evaluate
 
 _NARROW = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
-_DROPOUT = (torch.ops.aten.native_dropout.default,)
-_SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default)
+DROPOUTS = (torch.ops.aten.native_dropout.default,)
+SOFTMAXES = (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default)
 _WRONG = 0.5  # relative: an element that is so far off is wrong, and not rounded
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
@@ -72,9 +72,7 @@ class Reference:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        self._dtypes = {narrow: dtype for narrow in _NARROW if narrow.itemsize < dtype.itemsize}
-        if dtype == torch.float64:
-            self._dtypes[torch.complex64] = torch.complex128
+        self._dtypes = wider_dtypes(dtype)
         self._values: dict[fx.Node, _Values] = {}
         self._constant_arguments: dict[Any, list[int]] = {}  # kind of a call -> places of those that it has no derivative by
         self._bodies: dict[fx.GraphModule, fx.GraphModule] = {}
@@ -102,7 +100,7 @@ class Reference:
         call: Call = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n].got)
         wide_call: Call = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n].wide)
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if is_random and node.target not in _DROPOUT or "empty" in str(node.target):
+        if is_random and node.target not in DROPOUTS or "empty" in str(node.target):
             return _Values(got, tree_map(lambda x: self._lift(x).detach() if isinstance(x, Tensor) else x, got))
         with torch.enable_grad():
             wide, measured = self._wide(node, wide_call, call, got)
@@ -119,10 +117,10 @@ class Reference:
         if writes := written(node):
             own = {id(self._values[source].wide): self._values[source].wide.detach().clone() for source in writes}
             args, kwargs = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
-        if node.target in _SOFTMAX:
+        if node.target in SOFTMAXES:
             args = (*args[:2], False)  # half_to_float is for half arguments
-        if node.target in _DROPOUT:
-            return self._dropout(args, got), True
+        if node.target in DROPOUTS:
+            return dropped(args, got), True
         if node.target is torch.ops.aten.detach.default:  # of what is saved for backward, which errors go through
             return args[0], True
         try:
@@ -156,14 +154,8 @@ class Reference:
     def _inside(self, node: fx.Node) -> Iterator[Any]:
         """Yield the function of an op written in Python, for a context in which its casts do not narrow; None for others."""
         function = custom_op_function(node.target)
-        with _Wide(self._dtypes) if function is not None else contextlib.nullcontext():
+        with Widening(self._dtypes) if function is not None else contextlib.nullcontext():
             yield function
-
-    @staticmethod
-    def _dropout(args: tuple[Any, ...], got: Any) -> tuple[Tensor, Tensor]:
-        x, p, train = args
-        kept = got[1]
-        return (x * kept / (1 - p) if p < 1 else x * 0) if train or train is None else x, kept
 
     def _measured(self, node: fx.Node, values: _Values, local: Any, wide_call: Call, call: Call, measured: bool) -> _Values:
         inputs_error, inputs_lost = values.error, values.lost
@@ -295,7 +287,20 @@ class Reference:
         return self._bodies[body]
 
 
-class _Wide(TorchDispatchMode):
+def wider_dtypes(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """Return the dtypes in whose place values are `dtype`, float64 or float32, each with what it becomes."""
+    wider = {narrow: dtype for narrow in _NARROW if narrow.itemsize < dtype.itemsize}
+    return {**wider, torch.complex64: torch.complex128} if dtype == torch.float64 else wider
+
+
+def dropped(args: tuple[Any, ...], got: Any) -> tuple[Tensor, Tensor]:
+    """Return what a dropout gives for other arguments where it keeps what it has kept in a run."""
+    x, p, train = args
+    kept = got[1]
+    return (x * kept / (1 - p) if p < 1 else x * 0) if train or train is None else x, kept
+
+
+class Widening(TorchDispatchMode):
     """Widens the dtypes that ops are called with."""
 
     def __init__(self, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:

@@ -19,6 +19,7 @@ from .measure import measure
 from .memory import MemoryTimeline
 from .ops import Explanation, Op, OpTable, explain
 from .profile import Profile
+from .proof import proof_text
 from .records import GraphReport, Match, PassReport, StageReport, runs
 from .report_diff import ReportDiff, compare
 from .text import places, report_text
@@ -225,6 +226,15 @@ class Report:
         if timeline is None:
             raise RuntimeError("apexfx: the report of this graph was kept without a memory timeline")
         return timeline
+
+    def proof(self) -> Text:
+        """Return what came of comparing the code of each graph with the graph, op by op, at its first call; all that was compared.
+
+        Raises:
+            RuntimeError: before any graph exists.
+        """
+        self._require_graphs()
+        return Text(proof_text([(graph.index, proof) for graph in self.graphs for proof in graph.proofs]))
 
     def profile(self, step: Callable[..., Any], /, *batch: Any, num_steps: int = 5, num_warmup: int = 2, **named: Any) -> Profile:
         """Run steps, and return where their time goes: by module, op, pass and line. `print` it.

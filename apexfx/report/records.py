@@ -16,6 +16,7 @@ from ..precision.casts import CastRow, RemovedCast
 from ..precision.op_dtypes import OpDtype
 from .memory import MemoryTimeline
 from .node_places import NodePlaces
+from .proof import Proof
 
 _MAX_INPUTS = 4  # shown
 
@@ -143,6 +144,7 @@ class GraphReport:
         recompiled: the guard that failed, where it is not the first graph of its code.
         breaks: the graph breaks that it begins behind and ends in, each with its reason and place.
         running: graphs that run as they are, which inner="eager" does.
+        proofs: of its code, as first calls have come.
         load_backward: reads the record of the second stage kept beside a compile cache entry, when no pass ran in this process.
     """
 
@@ -158,6 +160,7 @@ class GraphReport:
     recompiled: str = ""
     breaks: tuple[str, ...] = ()
     running: list[weakref.ref[fx.GraphModule]] = field(default_factory=list)
+    proofs: list[Proof] = field(default_factory=list)
     load_backward: Callable[[], StageReport | None] | None = None
 
     @property
@@ -173,7 +176,8 @@ class GraphReport:
         """Return the record as JSON-able values; `from_json` reads them back."""
         return {"index": self.index, "training": self.training, "local": self.local, "parameters": list(self.parameters),
                 "mode": self.mode, "inputs": list(self.inputs), "constants": self.constants, "recompiled": self.recompiled,
-                "breaks": list(self.breaks), "stages": [stage_to_json(stage) for stage in self.stages]}
+                "breaks": list(self.breaks), "stages": [stage_to_json(stage) for stage in self.stages],
+                "proofs": [proof.to_json() for proof in self.proofs]}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> GraphReport:
@@ -181,7 +185,8 @@ class GraphReport:
         stages = [stage_from_json(stage, from_cache=stage["from_cache"]) for stage in row["stages"]]
         lists = {name: tuple(row[name]) for name in ("parameters", "inputs", "breaks")}
         return cls(row["index"], row["training"], *stages, local=row["local"], mode=row["mode"],
-                   constants=row["constants"], recompiled=row["recompiled"], **lists)
+                   constants=row["constants"], recompiled=row["recompiled"],
+                   proofs=list(map(Proof.from_json, row.get("proofs", ()))), **lists)
 
     @property
     def stages(self) -> list[StageReport]:

@@ -85,12 +85,27 @@ def _find_stage(code: GraphCode, graphs: Sequence[GraphReport]) -> None:
 def marked(codes: Sequence[GraphCode]) -> Iterator[dict[str, tuple[GraphCode, str]]]:
     """Have a profiler see spans, in this context; what is yielded says of each what it is: "" for the whole graph."""
     meaning: dict[str, tuple[GraphCode, str]] = {}
+
+    def span(code: GraphCode, kernel: str) -> ProfilerSpan:
+        name = f"apexfx {len(meaning)}"
+        meaning[name] = code, kernel
+        return ProfilerSpan(name)
+
+    with exchanged(codes, span):
+        yield meaning
+
+
+@contextlib.contextmanager
+def exchanged(codes: Sequence[GraphCode], context_of: Callable[[GraphCode, str], Any]) -> Iterator[None]:
+    """Have code run with a context around each call of a kernel, and one around all, in this context.
+
+    Args:
+        context_of: returns it for code and kernel, "" for the whole graph; None for none.
+    """
     spans: dict[int, Any] = {}
 
     def span(code: GraphCode, kernel: str) -> int:
-        name = f"apexfx {len(spans)}"
-        meaning[name] = code, kernel
-        spans[len(spans)] = ProfilerSpan(name)
+        spans[len(spans)] = context_of(code, kernel) or contextlib.nullcontext()
         return len(spans) - 1
 
     before = {code.function: code.function.__code__ for code in codes}  # two graphs may share one
@@ -98,7 +113,7 @@ def marked(codes: Sequence[GraphCode]) -> Iterator[dict[str, tuple[GraphCode, st
         for function, code in {code.function: code for code in codes}.items():
             function.__globals__[_SPANS] = spans
             function.__code__ = _with_spans(code, span)
-        yield meaning
+        yield
     finally:
         for function, own in before.items():
             function.__code__ = own

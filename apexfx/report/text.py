@@ -73,7 +73,7 @@ def options_text(config: dict[str, Any]) -> str:
              "accumulate")
     shown += [f"{name}={config[name]}" for name in named if config.get(name)]
     shown += config.get("parts", ())
-    if config.get("verify", "off") != "off":
+    if config.get("verify", "auto") != "auto":
         shown.append(f"verify={config['verify']}")
     return ", ".join(shown)
 

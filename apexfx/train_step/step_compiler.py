@@ -19,10 +19,11 @@ from .. import passes
 from .._torch import FakeTensorMode, PlainAOTOutput, set_grad_enabled
 from .._torch_compilers import keep_sequence_numbers
 from ..compiler import capture
-from ..compiler.backward_stage import BackwardPasses, random_inputs
+from ..compiler.backward_stage import BackwardPasses
 from ..compiler.model_index import ModelIndex
 from ..compiler.pipeline import warn_unmatched
 from ..compiler.process_groups import Groups
+from ..compiler.prover import Prover
 from ..compiler.refusals import check_plain
 from ..compiler.rewritten_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
 from ..compiler.traced import Traced
@@ -194,7 +195,7 @@ class StepCompiler:
         # What each call looks at before it runs.
         check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
-        return self._guarded(compiled, before_communicating, waits, check_memory, leaves,
+        return self._guarded(compiled, step_passes.prover, before_communicating, waits, check_memory, leaves,
                              functools.partial(self.on_loss, is_mean=is_mean, present=reached), shards)
 
     def _note_change(self) -> None:
@@ -253,7 +254,7 @@ class StepCompiler:
         warned = any(note.startswith("apexfx: memory_budget=") for note in self.report.notes)
         self.report.note(message) if warned else self.report.warn(message)
 
-    def _guarded(self, compiled: Callable[..., Any], before_communicating: Callable[[], None],
+    def _guarded(self, compiled: Callable[..., Any], prover: Prover | None, before_communicating: Callable[[], None],
                  waits: Callable[[], contextlib.AbstractContextManager[None]], check_memory: MemoryCheck | None,
                  leaves: Sequence[Placeholder], on_loss: Callable[[], None], shards: dict[int, Any]) -> Callable[..., Any]:
         """Check the inputs of each run, and have the ranks compare what it communicates.
@@ -261,12 +262,20 @@ class StepCompiler:
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
 
         Args:
+            prover: of the code, which calls the next itself in front of a run that it has proved.
             before_communicating: compares; a graph under inner="eager" calls it itself.
             waits: explains errors of collectives.
             leaves: those of the batch that require a gradient.
             on_loss: the compiler's, of what kind the loss is.
             shards: the inputs in whose place the rows of sharded parameters go.
         """
+        def begin() -> None:
+            before_communicating()
+            self._note_change()
+
+        if prover is not None:
+            prover.starts = begin
+
         def run(*args: Any) -> Any:
             if shards:
                 args = _with_rows(args, shards)
@@ -278,9 +287,8 @@ class StepCompiler:
             if not self._runs:
                 raise NotRun
             with waits():
-                if self.config.inner != "eager":
-                    before_communicating()
-                    self._note_change()
+                if self.config.inner != "eager" and not (prover is not None and prover.waiting):
+                    begin()
                 outputs = compiled(*args)
                 self._note_change()
                 self.not_run.discard(compiled)
@@ -383,21 +391,15 @@ class StepPasses(BackwardPasses):
         self._present, self._left_out = present, left_out
         self._on_change, self._on_communication, self._common = on_change, on_communication, common
 
-    def __call__(self, graph: fx.Graph) -> None:
-        if self._user_pass is not None:
-            self._user_pass(graph)
-        self.run(graph.owning_module)
-
-    def run(self, gm: fx.GraphModule) -> StageReport:
-        """Run the step stage over `gm` and put it in the report."""
-        capture.name_inputs(gm, self._placeholders)
+    def _report_of(self, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None) -> StageReport:
+        """Run the passes of backward and step over `gm`, and return what they did."""
         refake_copies(gm)
         self._check_gradients(gm)
         _mark_sums(gm)
-        self._record.backward = self._pipeline.run("step", gm, inputs=random_inputs(gm))
-        self._record.backward.collectives = issued(gm, self._common)
-        self._record.backward.memory = memory_timeline(gm, self._placeholders, self._record.backward.places, self._left_out)
-        return self._record.backward
+        report = self._pipeline.run("step", gm, inputs=inputs)
+        report.collectives = issued(gm, self._common)
+        report.memory = memory_timeline(gm, self._placeholders, report.places, self._left_out)
+        return report
 
     def on_forward(self, gm: fx.GraphModule) -> None:
         self.run(gm)

@@ -1,0 +1,175 @@
+"""Runs a graph op by op in its own dtypes and, beside it, in float64, on one rank alone: what code that was made of it is held to.
+
+Where the code hands tensors to an op that it calls, and that writes them (an optimizer's update, a collective), both go on with
+what the code has handed over: an update that divides a gradient by its own size says nothing of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import OpOverload, TorchDispatchMode, custom_op_function, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ..graph.collectives import is_collective, starts_collective
+from ..graph.mutation import written
+from ..graph.order import draws_random_numbers
+from .inductor_random import DRAWS
+from .interpreter import Interpreter, of_one_rank, on_one_rank
+from .reference import DROPOUTS, SOFTMAXES, Widening, dropped, wider_dtypes
+
+aten = torch.ops.aten
+
+
+class Handed(NamedTuple):
+    """A tensor that the code has handed to an op: its node, what the ops and float64 give for it, and what it is."""
+
+    node: fx.Node
+    place: int
+    code: Tensor
+    ops: Tensor
+    wide: Tensor
+
+
+class CallsOfCode(TorchDispatchMode):
+    """Answers the collectives that code calls as if all ranks held what this one holds, and keeps what it hands to ops.
+
+    Attributes:
+        handed: op -> for each call of one that writes in place, or communicates, the leaves of its arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed: dict[Any, list[list[Any]]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = of_one_rank(func, args, kwargs or {})
+        if is_handed_over(func):
+            self.handed[func].append([x.detach().clone() if isinstance(x, Tensor) else x for x in tree_leaves((args, kwargs))])
+        answered = on_one_rank(func, args)
+        if answered is None:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            for x, answer in zip(tree_leaves(args[0]), tree_leaves(answered)):
+                x.copy_(answer)
+            return args[0]
+        return answered
+
+
+def is_handed_over(target: Any) -> bool:
+    """Return whether an op is called by code as it is, and writes or communicates."""
+    return starts_collective(target) or isinstance(target, OpOverload) and target.namespace == "apexfx" and target._schema.is_mutable
+
+
+class BesideFloat64(Interpreter):
+    """Evaluates a graph in its own dtypes and in float64.
+
+    Args:
+        gm: the graph.
+        handed: what the code handed over, as `CallsOfCode` has it; what the ops get is theirs without it.
+        observe: called with each node that calls something, and its values in both dtypes.
+
+    Attributes:
+        pairs: of what was handed over.
+        wide_inputs, wide_outputs: in float64, the inputs as they are left.
+    """
+
+    def __init__(self, gm: fx.GraphModule, handed: Mapping[Any, Sequence[list[Any]]] | None = None,
+                 observe: Callable[[fx.Node, Any, Any], None] | None = None) -> None:
+        super().__init__(gm)
+        self._dtypes = wider_dtypes(torch.float64)
+        self._handed = {target: list(calls) for target, calls in (handed or {}).items()}
+        self._observe = observe
+        self._wide: dict[fx.Node, Any] = {}
+        self.pairs: list[Handed] = []
+        self.wide_inputs: list[Any] = []
+        self.wide_outputs: Sequence[Any] = ()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            self.wide_outputs = fx.node.map_arg(n.args[0], lambda node: self._wide[node])
+            return super().run_node(n)
+        if n.op != "call_function":
+            result = super().run_node(n)
+            self._wide[n] = tree_map(lambda x: self._lift(x).clone() if isinstance(x, Tensor) else x, result)
+            if n.op == "placeholder":
+                self.wide_inputs.append(self._wide[n])
+            return result
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        wide_args, wide_kwargs = fx.node.map_arg((n.args, n.kwargs), lambda node: self._wide[node])
+        if (calls := self._handed.get(n.target)) and _fits(calls[0], (args, kwargs)):
+            (args, kwargs), (wide_args, wide_kwargs) = self._as_handed(n, calls.pop(0), (args, kwargs), (wide_args, wide_kwargs))
+        result = self._narrow(n, args, kwargs)
+        self._wide[n] = self._evaluate(n, result, (args, kwargs), (wide_args, wide_kwargs))
+        if self._observe is not None:
+            self._observe(n, result, self._wide[n])
+        for dead in self.user_to_last_uses.get(n, ()):
+            self._wide.pop(dead, None)
+        return result
+
+    def _narrow(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.target in DRAWS:
+            return DRAWS[node.target](*args, **kwargs)
+        answered = on_one_rank(node.target, args)
+        return answered if answered is not None else self.call_function(node.target, args, kwargs)
+
+    def _evaluate(self, node: fx.Node, got: Any, call: Any, wide_call: Any) -> Any:
+        """Return what a node gives in float64; random numbers are those of the run."""
+        if node.target in DROPOUTS:
+            return dropped(wide_call[0], got)
+        if node.target in DRAWS or draws_random_numbers(node) or node.target is aten.view.dtype:
+            return tree_map(self._lift, got)
+        args, kwargs = tree_map(lambda x: self._dtypes.get(x, x) if isinstance(x, torch.dtype) else x, wide_call)
+        if node.target in SOFTMAXES:
+            args = (*args[:2], False)  # half_to_float is for half arguments
+        if (answered := on_one_rank(node.target, args)) is not None:
+            return answered
+        function = custom_op_function(node.target) or node.target
+        args, kwargs = of_one_rank(node.target, args, kwargs)
+        try:
+            with Widening(self._dtypes):
+                return function(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):  # there is no such kernel
+            return self._rounded(node, call, wide_call)
+
+    def _rounded(self, node: fx.Node, call: Any, wide_call: Any) -> Any:
+        """Evaluate a node in its own dtypes on float64's values, and write what it writes to those."""
+        narrow = tree_map(lambda x, like: x.to(like.dtype) if isinstance(like, Tensor) else like, wide_call, call)
+        result = self.call_function(node.target, *narrow)
+        if written(node):
+            for x, rounded in zip(tree_leaves(wide_call), tree_leaves(narrow)):
+                if isinstance(x, Tensor) and x is not rounded:
+                    x.copy_(rounded)
+        return tree_map(self._lift, result)
+
+    def _as_handed(self, node: fx.Node, leaves: list[Any], call: Any, wide_call: Any) -> tuple[Any, Any]:
+        """Note what the code has handed over beside what it should be, and return calls with it, but for what they write."""
+        kept = {id(self.env[source]) for source in written(node) if source in self.env}
+        narrow, structure = tree_flatten(call)
+        wide = tree_leaves(wide_call)
+        for place, (x, plain, own) in enumerate(zip(leaves, list(narrow), list(wide))):
+            if not isinstance(plain, Tensor) or id(plain) in kept and not is_collective(node):
+                continue
+            self.pairs.append(Handed(node, place, x, plain.clone(), own.clone()))
+            narrow[place], wide[place] = x, self._lift(x)
+        return tree_unflatten(narrow, structure), tree_unflatten(wide, structure)
+
+    def _lift(self, x: Any) -> Any:
+        return x.to(self._dtypes.get(x.dtype, x.dtype)) if isinstance(x, Tensor) else x
+
+
+def _fits(leaves: Sequence[Any], call: Any) -> bool:
+    own = tree_leaves(call)
+    return len(own) == len(leaves) and all(
+        x.shape == y.shape if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y) for x, y in zip(leaves, own))
+
+
+class OpByOp(fx.Interpreter):
+    """Runs a graph op by op over all its ranks, with the random numbers that Inductor's code draws."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return DRAWS.get(target, target)(*args, **kwargs)
+
