@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import json
+import math
 import operator
 import re
 import string
@@ -52,7 +53,7 @@ from torch._inductor import ir as inductor_ir
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
+from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.codegen.cpp_utils import LocalBufferContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -236,13 +237,16 @@ def keep_order_of_writes() -> Iterator[None]:
         yield
 
 
-def whole_local_buffers() -> contextlib.AbstractContextManager[Any]:
-    """Have a loop of Inductor's C++ whose body keeps a row to itself run over one row at a time.
+@contextlib.contextmanager
+def whole_loops() -> Iterator[None]:
+    """Have loops of Inductor's C++ compute each element, and each row from its own values. In two places 2.13 does not:
 
-    Where the loop is tiled, 2.13 computes several rows, and then reads the last one's values for all (pytorch#185702; mended in
-    2.14, which does the same as this).
+    - A loop over rows that keeps a row to itself, and is tiled, computes several, and then reads the last one's values for all
+      (pytorch#185702; 2.14 has the same check as this).
+    - A loop that is split by a divisor of an index leaves out what is beyond the last whole part (pytorch#195582): memory that
+      nothing has written is read in its place.
     """
-    check = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr
+    check, split = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr, CppScheduling.try_loop_split
 
     @functools.wraps(check)
     def check_rows(self: OuterLoopFusedSchedulerNode, kernels: Sequence[Any], depth: int) -> bool:
@@ -251,7 +255,18 @@ def whole_local_buffers() -> contextlib.AbstractContextManager[Any]:
         keeps_rows = isinstance(buffers, LocalBufferContext) and bool(buffers.local_buffers)
         return not (is_tiled and keeps_rows) and check(self, kernels, depth)
 
-    return mock.patch.object(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", check_rows)
+    @functools.wraps(split)
+    def split_evenly(self: CppScheduling, nodes: list[SchedulerNode]) -> list[SchedulerNode]:
+        before = [(node, math.prod(node.group[1][0]), node.snapshot_loop_state()) for node in nodes]
+        after = split(self, nodes)
+        if any(math.prod(node.group[1][0]) != size for node, size, _ in before):
+            for node, _, state in reversed(before):
+                node.restore_loop_state(state)
+        return after
+
+    with mock.patch.object(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", check_rows), \
+            mock.patch.object(CppScheduling, "try_loop_split", split_evenly):
+        yield
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from .._torch_compilers import (
     keep_kernels,
     keep_order_of_writes,
     without_autograd_cache,
-    whole_local_buffers,
+    whole_loops,
 )
 from ..graph.nodes import call, value
 from ..graph.printing import count_text
@@ -92,7 +92,7 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
     torch_faults.keep_keywords(gm)
     key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared and backward.key else None
     with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), keep_order_of_writes(), \
-            whole_local_buffers(), several_kernels_a_file(), \
+            whole_loops(), several_kernels_a_file(), \
             PROGRESS.compiling(f"Inductor makes code of {count_text(count_calls(gm.graph), 'op')}"), compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
     is_backward = bool(options.get("is_backward"))

@@ -17,7 +17,7 @@ from .._torch import OpOverload, TorchDispatchMode, custom_op_function, tree_fla
 from ..graph.collectives import is_collective, starts_collective
 from ..graph.mutation import written
 from ..graph.order import draws_random_numbers
-from .inductor_random import DRAWS
+from .inductor_random import as_kernels_draw
 from .interpreter import Interpreter, of_one_rank, on_one_rank
 from .reference import DROPOUTS, SOFTMAXES, Widening, dropped, wider_dtypes
 
@@ -38,17 +38,17 @@ class CallsOfCode(TorchDispatchMode):
     """Answers the collectives that code calls as if all ranks held what this one holds, and keeps what it hands to ops.
 
     Attributes:
-        handed: op -> for each call of one that writes in place, or communicates, the leaves of its arguments.
+        handed: op -> for each call of one that writes in place, or communicates, the tensors among its arguments.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.handed: dict[Any, list[list[Any]]] = defaultdict(list)
+        self.handed: dict[Any, list[list[Tensor]]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = of_one_rank(func, args, kwargs or {})
         if is_handed_over(func):
-            self.handed[func].append([x.detach().clone() if isinstance(x, Tensor) else x for x in tree_leaves((args, kwargs))])
+            self.handed[func].append([x.detach().clone() for x in _tensors(func, args, kwargs)])
         answered = on_one_rank(func, args)
         if answered is None:
             return func(*args, **kwargs)
@@ -77,7 +77,7 @@ class BesideFloat64(Interpreter):
         wide_inputs, wide_outputs: in float64, the inputs as they are left.
     """
 
-    def __init__(self, gm: fx.GraphModule, handed: Mapping[Any, Sequence[list[Any]]] | None = None,
+    def __init__(self, gm: fx.GraphModule, handed: Mapping[Any, Sequence[list[Tensor]]] | None = None,
                  observe: Callable[[fx.Node, Any, Any], None] | None = None) -> None:
         super().__init__(gm)
         self._dtypes = wider_dtypes(torch.float64)
@@ -100,7 +100,7 @@ class BesideFloat64(Interpreter):
             return result
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         wide_args, wide_kwargs = fx.node.map_arg((n.args, n.kwargs), lambda node: self._wide[node])
-        if (calls := self._handed.get(n.target)) and _fits(calls[0], (args, kwargs)):
+        if (calls := self._handed.get(n.target)) and _shapes(calls[0]) == _shapes(_tensors(n.target, args, kwargs)):
             (args, kwargs), (wide_args, wide_kwargs) = self._as_handed(n, calls.pop(0), (args, kwargs), (wide_args, wide_kwargs))
         result = self._narrow(n, args, kwargs)
         self._wide[n] = self._evaluate(n, result, (args, kwargs), (wide_args, wide_kwargs))
@@ -111,8 +111,8 @@ class BesideFloat64(Interpreter):
         return result
 
     def _narrow(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.target in DRAWS:
-            return DRAWS[node.target](*args, **kwargs)
+        if (draw := as_kernels_draw(node.target)) is not None:
+            return draw(*args, **kwargs)
         answered = on_one_rank(node.target, args)
         return answered if answered is not None else self.call_function(node.target, args, kwargs)
 
@@ -120,7 +120,7 @@ class BesideFloat64(Interpreter):
         """Return what a node gives in float64; random numbers are those of the run."""
         if node.target in DROPOUTS:
             return dropped(wide_call[0], got)
-        if node.target in DRAWS or draws_random_numbers(node) or node.target is aten.view.dtype:
+        if as_kernels_draw(node.target) is not None or draws_random_numbers(node) or node.target is aten.view.dtype:
             return tree_map(self._lift, got)
         args, kwargs = tree_map(lambda x: self._dtypes.get(x, x) if isinstance(x, torch.dtype) else x, wide_call)
         if node.target in SOFTMAXES:
@@ -145,31 +145,34 @@ class BesideFloat64(Interpreter):
                     x.copy_(rounded)
         return tree_map(self._lift, result)
 
-    def _as_handed(self, node: fx.Node, leaves: list[Any], call: Any, wide_call: Any) -> tuple[Any, Any]:
+    def _as_handed(self, node: fx.Node, handed: list[Tensor], call: Any, wide_call: Any) -> tuple[Any, Any]:
         """Note what the code has handed over beside what it should be, and return calls with it, but for what they write."""
-        kept = {id(self.env[source]) for source in written(node) if source in self.env}
-        narrow, structure = tree_flatten(call)
-        wide = tree_leaves(wide_call)
-        for place, (x, plain, own) in enumerate(zip(leaves, list(narrow), list(wide))):
-            if not isinstance(plain, Tensor) or id(plain) in kept and not is_collective(node):
-                continue
-            self.pairs.append(Handed(node, place, x, plain.clone(), own.clone()))
-            narrow[place], wide[place] = x, self._lift(x)
+        kept = {id(self.env[source]) for source in written(node)} if not is_collective(node) else set()
+        code = dict(zip(map(id, _tensors(node.target, *call)), handed))
+        (narrow, structure), wide = tree_flatten(call), tree_leaves(wide_call)
+        for place, (plain, own) in enumerate(zip(list(narrow), list(wide))):
+            if (x := code.get(id(plain))) is not None and id(plain) not in kept:
+                self.pairs.append(Handed(node, place, x, plain.clone(), own.clone()))
+                narrow[place], wide[place] = x, self._lift(x)
         return tree_unflatten(narrow, structure), tree_unflatten(wide, structure)
 
     def _lift(self, x: Any) -> Any:
         return x.to(self._dtypes.get(x.dtype, x.dtype)) if isinstance(x, Tensor) else x
 
 
-def _fits(leaves: Sequence[Any], call: Any) -> bool:
-    own = tree_leaves(call)
-    return len(own) == len(leaves) and all(
-        x.shape == y.shape if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y) for x, y in zip(leaves, own))
+def _tensors(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an op is called with, in the order of its schema."""
+    behind = [kwargs.get(argument.name) for argument in op._schema.arguments[len(args):]]
+    return [x for x in tree_leaves([*args, *behind]) if isinstance(x, Tensor)]
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    return [x.shape for x in tensors]
 
 
 class OpByOp(fx.Interpreter):
     """Runs a graph op by op over all its ranks, with the random numbers that Inductor's code draws."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return DRAWS.get(target, target)(*args, **kwargs)
+        return (as_kernels_draw(target) or target)(*args, **kwargs)
 

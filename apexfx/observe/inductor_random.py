@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-prims = torch.ops.prims
+from .._torch import OpOverload
 
 _LOW = 0xFFFFFFFF  # the lower 32 bits
 _MULTIPLIERS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -72,9 +72,14 @@ def _to_unit(bits: Tensor) -> Tensor:
     return (bits & _LOW >> 1).float() * _TO_UNIT
 
 
-DRAWS: dict[Any, Callable[..., Any]] = {
-    prims.inductor_seeds.default: _seeds,
-    prims.inductor_seed.default: lambda device: _seeds(1, device)[0],
-    prims.inductor_random.default: _random,
-    prims.inductor_randint.default: _randint,
+_DRAWS: dict[str, Callable[..., Any]] = {  # Inductor defines these ops, when it is imported
+    "prims::inductor_seeds": _seeds,
+    "prims::inductor_seed": lambda device: _seeds(1, device)[0],
+    "prims::inductor_random": _random,
+    "prims::inductor_randint": _randint,
 }
+
+
+def as_kernels_draw(target: Any) -> Callable[..., Any] | None:
+    """Return what computes an op of Inductor's for random numbers; None for any other."""
+    return _DRAWS.get(target.name()) if isinstance(target, OpOverload) else None

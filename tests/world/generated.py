@@ -86,7 +86,7 @@ class Builder:
         self.names: dict[str, Any] = {"self": nn.Module()}
         exec(_HEAD, self.names)
         self.pieces: list[Piece] = []
-        self.saved: dict[str, tuple[int, ...]] = {}  # values of h that later pieces may add to theirs
+        self.saved: list[str] = []  # names of values that later pieces may add to theirs
         self.count = 0
         self.new = Piece("", "")
 
@@ -194,6 +194,8 @@ def build(b: Builder) -> None:
     start(b)
     length = b.rng.randint(4, 14)
     makers, weights = zip(*PIECES)
+    favoured = b.rng.sample(makers, 4)  # programs differ more where each has more of a few pieces
+    weights = [weight * (5 if make in favoured else 1) for make, weight in PIECES]
     while length:
         make = b.rng.choices(makers, weights)[0]
         if b.add(make.__name__, make):
@@ -637,9 +639,10 @@ def written(b: Builder) -> str:
              f"h.addcmul_(torch.ones_like(h), {rows}, value=0.4)",
              f"for i in range({min(n, 4)}):\n    {lead}i] = {lead}i] * (1 + 0.1 * i) + {lead}i - 1] * 0.2",
              f"h.scatter_({d}, h.argmax({d}, keepdim=True), 0.1)", f"h.narrow({d}, 0, {k}).tanh_()", "h.view(-1)[::3] += 0.2"]
-    first = b.rng.choice(("h = h.clone()", "h = h * 1.1", "h = h + 0.1", "h = h.sin() + h", "h = h.contiguous() * 0.9",
-                          "h = torch.zeros_like(h) + h"))
-    return first + "\n" + "\n".join(b.rng.sample(forms, b.rng.choice((1, 1, 2))))
+    first = b.rng.choice(("", "", "", "h = h.clone()", "h = h * 1.1", "h = h + 0.1", "h = h.sin() + h",
+                          "h = h.contiguous() * 0.9", "h = torch.zeros_like(h) + h"))
+    last = b.rng.choice(("", "", "", f"\nh = h[{some}]" if d == 0 else "\nh = h.sin()", f"\nh = h.index_select({d}, {some})"))
+    return f"{first}\n".lstrip() + "\n".join(b.rng.sample(forms, b.rng.choice((1, 1, 2, 3, 4)))) + last
 
 
 @piece(2)
@@ -674,10 +677,10 @@ def kept(b: Builder) -> str:
 @piece(3)
 def branch(b: Builder) -> str:
     """What is kept for later, or comes back here."""
-    fitting = [name for name, shape in b.saved.items() if name in b.names and len(shape) == len(b.shape)
-               and all(m in (n, 1) for n, m in zip(b.shape, shape))]
-    joined = [(name, d) for name,
-              shape in b.saved.items() if name in b.names and len(shape) == len(b.shape) for d in range(len(shape))
+    kept = {name: tuple(b.names[name].shape) for name in b.saved if name in b.names}
+    kept = {name: shape for name, shape in kept.items() if len(shape) == len(b.shape)}
+    fitting = [name for name, shape in kept.items() if all(m in (n, 1) for n, m in zip(b.shape, shape))]
+    joined = [(name, d) for name, shape in kept.items() for d in range(len(shape))
               if shape[:d] + shape[d + 1:] == b.shape[:d] + b.shape[d + 1:]]
     if fitting and b.rng.random() < 0.6:
         form = b.rng.choice(("h + {0}", "h * {0}.sigmoid()", "torch.maximum(h, {0} - 0.3)", "torch.where({0} > 0.2, h, {0})",
@@ -687,8 +690,10 @@ def branch(b: Builder) -> str:
         name, d = b.rng.choice(joined)
         return f"h = torch.cat((h, {name}.flip({d})), {d})"
     name = b.name("kept")
-    b.saved[name] = b.shape
-    return f"{name} = h\nh = {b.rng.choice(('h * 1.2', 'h.flip(-1)', 'h.tanh()', 'h + 0.1', 'h.roll(1, 0)'))}"
+    b.saved.append(name)
+    view = b.rng.choice(("h", "h", "h.transpose(-1, -2)", "h[..., :1]", "h[:1]", "h.flip(-1)", "h.narrow(-1, 0, 1)"))
+    after = b.rng.choice(("", "h = h * 1.2", "h = h.flip(-1)", "h = h.tanh()", "h = h + 0.1", "h = h.roll(1, 0)"))
+    return f"{name} = {view}\n{after}".rstrip()
 
 
 # ------------------------------------------------------------------------------------------------------------ losses
