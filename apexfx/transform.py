@@ -59,7 +59,9 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
         inner_options: for Inductor, those of `torch.compile(options=)` that are a number, a text, True, False or None:
             `{"cpp_wrapper": True}`, `{"max_autotune": True}`. Over ranks they have to be the same.
         fullgraph, dynamic: as in torch.compile; fullgraph also makes a rewrite that matches nothing an error.
-        verify: "off"; "final": all invariants after each stage; "each": also every pass on the real inputs.
+        verify: "auto" (default): the code that Inductor makes of a graph is compared with the graph at its first call, where
+            memory does (docs/proof.md); "code": whatever memory there is; "off": not at all; "final": as "auto", and all
+            invariants after each stage; "each": also every pass on the real inputs.
         methods: names of methods other than forward that run as graphs, too: `("encode", "decode")`. All others run as they are
             written where they are called from outside, with no pass over them.
 

@@ -16,8 +16,8 @@ from ..graph.nodes import size_hint
 from ..ranks import num_ranks
 from ..report.records import GraphReport, StageReport
 from . import cache, capture
-from .prover import FirstCall, Prover
 from .pipeline import Pipeline
+from .prover import FirstCall, Prover
 
 
 class BackwardPasses(CustomGraphPass):
@@ -77,8 +77,8 @@ class BackwardPasses(CustomGraphPass):
                 cache.save_stage(key, self._record.backward)
 
     def lacks(self, code: Any) -> bool:
-        """Return whether something is not known of code that a cache had: that it was proved; of a step of several ranks, what the
-        passes reported, which says in what order the ranks communicate.
+        """Return whether something is not known of code that a cache had: that it was proved; of a step of several ranks, what
+        the passes reported, which says in what order the ranks communicate.
         """
         return self.prover is not None and self.prover.needs_proof(code) or \
             self.is_train_step and num_ranks() > 1 and len(self._record.stages) < 2

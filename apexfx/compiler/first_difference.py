@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ def first_difference(call: Callable[..., Any], inputs: list[Any], run_ops: Calla
         run_ops: runs the graph, and calls its argument with each node and its values, of the ops and in float64.
         devices: of CUDA, whose random numbers are put back.
     """
-    code = next((GraphCode(each.call, each.source, each.nodes) for each in generated_code() if each.call is _function(call)), None)
+    function = getattr(call, "__func__", call)
+    code = next((GraphCode(each.call, each.source, each.nodes) for each in generated_code() if each.call is function), None)
     if code is None:
         return ""
     results: list[tuple[str, list[Tensor]]] = []
@@ -70,17 +71,14 @@ def first_difference(call: Callable[..., Any], inputs: list[Any], run_ops: Calla
             node = known[-1][0]
             ops = ", ".join(dict.fromkeys(str(each.target).rpartition(".")[0] for each, _ in known[-3:]))
             line = source_line(node)
-            return f"the first kernel that is off is {_short(kernel.rpartition(':')[0])} (up to {ops}{f', at {line}' if line else ''})"
+            name = _short(kernel.rpartition(":")[0])
+            return f"the first kernel that is off is {name} (up to {ops}{f', at {line}' if line else ''})"
     return ""
 
 
 def _short(name: str) -> str:
     """Return the name of a kernel without the middle of the ops that it is made of."""
     return name if len(name) <= 60 else f"{name[:40]}...{name[-17:]}"
-
-
-def _function(call: Callable[..., Any]) -> Any:
-    return getattr(call, "__func__", call)
 
 
 def _off(buffer: Tensor, x: Tensor) -> float:

@@ -22,12 +22,11 @@ from .._torch_compilers import (
     inductor_config,
     keep_kernels,
     keep_order_of_writes,
-    without_autograd_cache,
     whole_loops,
+    without_autograd_cache,
 )
 from ..graph.nodes import call, value
 from ..graph.printing import count_text
-from ..ranks import num_ranks
 from . import lowerings, torch_faults
 from .cache import compiled_by_one_rank
 from .kernel_files import several_kernels_a_file

@@ -24,10 +24,10 @@ from ..graph.printing import count_text, first_names
 from ..host_memory import free_bytes
 from ..observe.beside_float64 import BesideFloat64, CallsOfCode, Handed, OpByOp
 from ..observe.bundle import exact_copy
-from ..observe.code_errors import Compared, Errors, is_suspect, row, scales
+from ..observe.code_errors import Compared, Errors, is_suspect, scales
 from ..random_state import forked_random
 from ..report.data import Report
-from ..report.proof import Proof
+from ..report.proof import Proof, TensorProof
 from ..report.records import GraphReport
 from . import cache
 from .first_difference import first_difference
@@ -91,8 +91,8 @@ class Prover:
         self._record.proofs.append(proof)
         if proof.fault:
             self._report.warn(f"apexfx: the code that Inductor made of graph {self._record.index} ({proof.stage}) is wrong: "
-                              f"{proof.fault}. The graph runs op by op from here on, this call included, which is right and slower. "
-                              f"{_REPORT}")
+                              f"{proof.fault}. The graph runs op by op from here on, this call included, which is right and "
+                              f"slower. {_REPORT}")
         elif proof.note:
             self._report.note(f"apexfx: graph {self._record.index} ({proof.stage}): {proof.note}")
         elif entry is not None:
@@ -212,7 +212,7 @@ class _Proving:
                 wrong = self._beyond_rounding(compared, sizes)
             except Exception as error:  # of any class: an op has no eager form, or none for this
                 return _Outcome(Proof(self._stage, note=_unproved(error)))
-            rows = tuple(row(each, is_wrong=key in wrong) for key, each in compared.items())
+            rows = tuple(_row(each, is_wrong=key in wrong) for key, each in compared.items())
             fault = self._described([compared[key] for key in wrong]) if wrong else ""
         return _Outcome(Proof(self._stage, rows, time.perf_counter() - begun, fault=fault), outputs)
 
@@ -253,7 +253,9 @@ class _Proving:
         what, place = key
         if what == "output":
             return f"gradient of {self._gradients[place]!r}" if place in self._gradients else f"output {place}"
-        return f"change of {self._nodes[place].meta.get(NAME, self._nodes[place].name)!r}" if what == "change" else self._names[key]
+        if what == "change":
+            return f"change of {self._nodes[place].meta.get(NAME, self._nodes[place].name)!r}"
+        return self._names[key]
 
     def _beyond_rounding(self, compared: Mapping[Key, Compared], sizes: Mapping[Key, Errors]) -> list[Key]:
         """Return what the code has too far off, and the ops never, on inputs that are a rounding away either.
@@ -284,6 +286,12 @@ class _Proving:
 
     def _run_ops_for(self, observe: Callable[..., None]) -> None:
         self._run_ops(self._inputs, observe)
+
+
+def _row(each: Compared, *, is_wrong: bool) -> TensorProof:
+    norm, largest = (size or 1.0 for size in each.size)
+    return TensorProof(each.name, each.of_code.norm / norm, each.of_ops.norm / norm, each.of_code.largest / largest,
+                       each.of_ops.largest / largest, is_wrong)
 
 
 def _name_of_handed(pair: Handed) -> str:

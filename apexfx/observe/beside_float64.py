@@ -1,4 +1,4 @@
-"""Runs a graph op by op in its own dtypes and, beside it, in float64, on one rank alone: what code that was made of it is held to.
+"""Runs a graph op by op in its own dtypes and, beside it, in float64, on one rank alone: what code made of it is held to.
 
 Where the code hands tensors to an op that it calls, and that writes them (an optimizer's update, a collective), both go on with
 what the code has handed over: an update that divides a gradient by its own size says nothing of the gradient.
@@ -61,7 +61,8 @@ class CallsOfCode(TorchDispatchMode):
 
 def is_handed_over(target: Any) -> bool:
     """Return whether an op is called by code as it is, and writes or communicates."""
-    return starts_collective(target) or isinstance(target, OpOverload) and target.namespace == "apexfx" and target._schema.is_mutable
+    is_ours = isinstance(target, OpOverload) and target.namespace == "apexfx"
+    return starts_collective(target) or is_ours and target._schema.is_mutable
 
 
 class BesideFloat64(Interpreter):

@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..report.proof import TensorProof
-
 TIMES = 10  # the error of the ops: what is farther off is no rounding
 # The least error, by the narrowest dtype of a graph, that is looked at: sums in another order, of many numbers, are so far off.
 _FLOOR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -117,10 +115,3 @@ def is_suspect(each: Compared, of_ops: Errors, size: Errors, narrowest: torch.dt
     """
     floor = 0.0 if each.is_counted else _FLOOR[narrowest]
     return any(code > TIMES * ops and code > floor * whole for code, ops, whole in zip(each.of_code, of_ops, size))
-
-
-def row(each: Compared, *, is_wrong: bool) -> TensorProof:
-    """Return the row of a table."""
-    norm, largest = (size or 1.0 for size in each.size)
-    return TensorProof(each.name, each.of_code.norm / norm, each.of_ops.norm / norm, each.of_code.largest / largest,
-                       each.of_ops.largest / largest, is_wrong)

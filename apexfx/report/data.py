@@ -228,7 +228,7 @@ class Report:
         return timeline
 
     def proof(self) -> Text:
-        """Return what came of comparing the code of each graph with the graph, op by op, at its first call; all that was compared.
+        """Return what came of comparing the code of each graph with the graph, op by op, at its first call: a row a tensor.
 
         Raises:
             RuntimeError: before any graph exists.

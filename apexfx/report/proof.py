@@ -64,7 +64,7 @@ class Proof:
             return self.fault or "code proved: it gives no tensor"
         times = f"{worst.ratio:.1f} times the error of the ops" if worst.ops else "where the ops have none"
         return (f"code proved: {count_text(len(self.rows), 'tensor')}, worst {worst.code:.1e} of its size off, {times}, "
-                f"{worst.name}; {self.seconds:.1f} s")
+                f"{worst.name}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the proof as JSON-able values; `from_json` reads them back."""

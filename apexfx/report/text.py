@@ -104,6 +104,7 @@ def remarks(graphs: Sequence[GraphReport], notes: Sequence[str]) -> list[str]:
             lines.append(f"graph {graph.index}: accumulates gradients, for calls of accumulate=")
         elif graph.local:
             lines.append(f"graph {graph.index}: the variant without allreduce, for no_sync() and the backward that ends it")
+        lines += [f"graph {graph.index}, {proof.stage}: {proof}" for proof in graph.proofs if not (proof.fault or proof.note)]
         lines += _backward_remark(graph)
     lines += _note_lines(notes)
     return ["", *lines] if lines else []

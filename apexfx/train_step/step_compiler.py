@@ -18,7 +18,6 @@ from torch.fx.traceback import annotate
 from .. import passes
 from .._torch import FakeTensorMode, PlainAOTOutput, set_grad_enabled
 from .._torch_compilers import keep_sequence_numbers
-from ..compiler import capture
 from ..compiler.backward_stage import BackwardPasses
 from ..compiler.model_index import ModelIndex
 from ..compiler.pipeline import warn_unmatched

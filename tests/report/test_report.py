@@ -103,7 +103,7 @@ def captured(depth=2):
 
 
 def make_report(*passes, depth=2, ddp=False):
-    report = Report({"opt_level": "O2", "ddp": ddp, "sync_bn": True, "inner": "eager", "verify": "off"})
+    report = Report({"opt_level": "O2", "ddp": ddp, "sync_bn": True, "inner": "eager", "verify": "auto"})
     report.add(GraphReport(0, False, Pipeline(passes).run("forward", captured(depth))))
     return report
 
