@@ -2,13 +2,14 @@
 
     python benchmarks/first_call.py                                       # every row, three turns
     python benchmarks/first_call.py --rows accumulate=4+Muon --turns 5
+    python benchmarks/first_call.py --variants unproved train_step        # what the proof of the code takes (docs/proof.md)
 
 A row is a training loop of a GPT (4 layers of width 128) that clips gradients, with AdamW or with Muon for the matrices of its
 layers and AdamW for the rest, that updates after each call or after four. Each variant runs it to the end of the first update in
 a new process, with an empty compile cache ("cold") and once more ("warm"). Seconds are those of the processor, user and system,
 of that process and all that it starts, imports left out: a machine that others share changes them little. Variants take turns.
-Columns: medians; this / torch.compile in the same turn (below 1 is cheaper), the median, lowest and highest; how many files, and
-KiB, the C++ compiler was given.
+Columns: medians; this / the first variant, torch.compile, in the same turn (below 1 is cheaper), the median, lowest and highest;
+how many files, and KiB, the C++ compiler was given.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 WIDTH, HEADS, LAYERS, TOKENS, VOCABULARY, BATCH = 128, 4, 4, 64, 256, 8
-PEER = "torch.compile"
 ROWS = {"AdamW": (1, False), "Muon": (1, True), "accumulate=4": (4, False), "accumulate=4+Muon": (4, True)}
 
 
@@ -95,7 +95,11 @@ def by_train_step(model: Gpt, calls: int, muon: bool, options: dict[str, Any]) -
     return apexfx.train_step(model, loss_of, optimizers(model, muon), accumulate=calls, max_grad_norm=1.0, **options)
 
 
-VARIANTS = {PEER: by_hand, "train_step": by_train_step}
+def unproved(model: Gpt, calls: int, muon: bool, options: dict[str, Any]) -> Callable[..., object]:
+    return by_train_step(model, calls, muon, {**options, "verify": "off"})
+
+
+VARIANTS = {"torch.compile": by_hand, "train_step": by_train_step, "unproved": unproved}
 
 
 def used(who: int) -> float:
@@ -146,7 +150,8 @@ def summary(row: str, variant: str, found: Sequence[dict[str, float]], peer: Seq
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["torch.compile", "train_step"],
+                        help="their times are compared with those of the first")
     parser.add_argument("--level", choices=("O0", "O1", "O2"), default="O0")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -161,7 +166,7 @@ def main() -> None:
             for variant in given.variants[turn % len(taken):] + given.variants[:turn % len(taken)]:
                 taken[variant].append(measure(variant, row, given.level))
                 print(row, variant, json.dumps(taken[variant][-1]), flush=True)
-        rows += [summary(row, variant, found, taken.get(PEER, found)) for variant, found in taken.items()]
+        rows += [summary(row, variant, found, taken[given.variants[0]]) for variant, found in taken.items()]
     print(tabulate(rows, headers="keys", floatfmt=".2f"))
     harness.write_record(given.json, level=given.level, turns=given.turns, rows=rows)
 

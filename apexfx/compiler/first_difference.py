@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +27,10 @@ class _Kernel:
         self._before: dict[str, Tensor] = {}
 
     def __enter__(self) -> None:
-        self._before = {name: x.clone() for name, x in _buffers(sys._getframe(1).f_locals).items()}
+        self._before = {name: x.clone() for name, x in _buffers(inspect.currentframe().f_back.f_locals).items()}
 
     def __exit__(self, *_: Any) -> None:
-        after = _buffers(sys._getframe(1).f_locals)
+        after = _buffers(inspect.currentframe().f_back.f_locals)
         self._found(self._kernel, [x.clone() for name, x in after.items() if name not in self._before or not torch.equal(
             x.nan_to_num(), self._before[name].nan_to_num())])
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from .._torch import TRACK_KERNELS, boxed, cache_entry, changed_inductor_settings, keep_saved_tensors
 from .._torch_compilers import (
+    CompiledFxGraph,
     aot_autograd,
     code_of_caches,
     compile_fx,
@@ -94,6 +95,8 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
             whole_loops(), several_kernels_a_file(), \
             PROGRESS.compiling(f"Inductor makes code of {count_text(count_calls(gm.graph), 'op')}"), compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
+    if not isinstance(compiled, CompiledFxGraph):  # a graph that computes nothing, which runs as it is
+        return compiled
     is_backward = bool(options.get("is_backward"))
     if backward.lacks(compiled):
         backward.prove(compiled, before, is_backward=is_backward)

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from .._torch import boxed, cache_entry
 from .._torch_compilers import code_without_cuda_graphs
 from ..config import HALVES
+from ..graph.collectives import group_name
 from ..graph.inputs import gradient_outputs
 from ..graph.liveness import Liveness
 from ..graph.mutation import storages, written_storages
@@ -36,6 +37,7 @@ from .verification import snapshot
 _PROBES = 4  # runs on inputs that are a rounding away, for what may turn on one
 _COPIES = 3  # times the graph's peak: of the code or the ops, and of float64, which takes two
 _BEFORE = "its code was proved when it was made, and comes from the compile cache"
+_IN_CPP = "its code was not compared with it, as it communicates from C++ (cpp_wrapper=True)"
 _REPORT = "Please report it, with the program; inner='eager' is as fast then, and compiles nothing"
 
 Key = tuple[str, int]  # "output", "change" or "handed", and the place among them
@@ -48,14 +50,15 @@ class Prover:
         report: gets notes and warnings, and
         record: of the graph, what came out.
         insists: whether memory that may not do is no reason to leave it out (`verify="code"`).
+        in_cpp: whether C++ calls the kernels, and collectives, which nothing answers on one rank there.
 
     Attributes:
         starts: called once in front of the first run of code that was to be proved, when the proof is done.
         waiting: whether a first call is still to come.
     """
 
-    def __init__(self, report: Report, record: GraphReport, *, insists: bool) -> None:
-        self._report, self._record, self._insists = report, record, insists
+    def __init__(self, report: Report, record: GraphReport, *, insists: bool, in_cpp: bool) -> None:
+        self._report, self._record, self._insists, self._in_cpp = report, record, insists, in_cpp
         self.starts: Callable[[], None] = lambda: None
         self.waiting = False
 
@@ -81,7 +84,10 @@ class Prover:
 
     def prove(self, call: FirstCall, inputs: list[Any]) -> Callable[..., Any]:
         """Compare code with its graph, on copies of the inputs of its first call; return what is to run, from that call on."""
-        outcome = _Proving(call.graph, call.code, call.stage, call.gradients, inputs).run(insists=self._insists)
+        if self._in_cpp and any(map(group_name, call.graph.graph.nodes)):
+            outcome = _Outcome(Proof(call.stage, note=_IN_CPP))
+        else:
+            outcome = _Proving(call.graph, call.code, call.stage, call.gradients, inputs).run(insists=self._insists)
         self._keep(outcome.proof, call.entry)
         self.waiting = False
         self.starts()

@@ -20,7 +20,7 @@ from torch import fx
 
 from .. import ops, passes
 from .._torch import free_unbacked_symbols, guard_shared_objects, is_remapped_collective, tree_leaves
-from .._torch_compilers import graph_breaks_around
+from .._torch_compilers import graph_breaks_around, inductor_config
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..graph.mutation import writes_first
@@ -91,7 +91,8 @@ class RewrittenGraph:
         """Return what runs the graph; the report has it from then on."""
         PROGRESS.enter("passes done, AOTAutograd derives what runs")
         if self.config.inner != "eager" and self.config.verify != "off":
-            other_stages.prover = Prover(report, self.record, insists=self.config.verify == "code")
+            in_cpp = bool(self.config.inner_options.get("cpp_wrapper", inductor_config.cpp_wrapper))
+            other_stages.prover = Prover(report, self.record, insists=self.config.verify == "code", in_cpp=in_cpp)
         with torch_faults.mended(self.gm), _explained(self.gm):
             put_in = torch_faults.leave_out_written_inputs(self.gm)
             compiled = put_in(INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options))

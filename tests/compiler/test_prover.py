@@ -57,12 +57,13 @@ def no_caches():
 
 
 def poke(call: str, place: int = -1):
-    """Change one element of an argument of a call, behind it: of the last one, unless `place` says which."""
+    """Change the largest element of an argument of a call, behind it: of the last one, unless `place` says which."""
     def change(source):
         line = next(line for line in source.splitlines() if re.search(call, line) and not re.search("^ *#|def |= async", line))
         given = re.findall(r"\b(?:buf|arg)\d+(?:_1)?\b", line)
         indent = line[:len(line) - len(line.lstrip())]
-        poked = f"{given[place]}.view(-1)[-1:].mul_(1.5).add_(1e-3)"
+        flat = f"{given[place]}.view(-1)"
+        poked = f"{flat}[{flat}.abs().argmax()] += {flat}.abs().max() / 2 + 1e-3"
         return source.replace(line, f"{line}\n{indent}{poked}", 1)
     return change
 
@@ -162,13 +163,14 @@ def test_a_planted_miscompilation_is_noticed(of_step, plant):
 
 
 def with_a_wrong_element(compiled):
-    """Return code that has one element of what it is given last wrong."""
+    """Return code that has one element wrong: of what it returns, or of a parameter."""
     code = compiled.current_callable
 
     def run(args):
         kept = list(args)
         outputs = code(args)
-        floating = [x for x in (*outputs, *kept) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        floating = [x for x in outputs if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() > 1]
+        floating = floating or [x for x in kept if isinstance(x, torch.Tensor) and x.is_floating_point()]
         largest = max(floating, key=torch.Tensor.numel)
         largest[(0,) * largest.dim()] += 1
         return outputs

@@ -23,9 +23,8 @@ def _train(rank, world_size, options, is_wrong):
     if not options.get("sync_bn"):
         model[1] = nn.LayerNorm(8)
     whole, x, y = copy.deepcopy(model), torch.randn(4 * world_size, 6), torch.randn(4 * world_size, 3)
-    step = apexfx.train_step(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), opt_level="O0",
-                             ddp=True, **options)
-    optimizer = torch.optim.SGD(whole.parameters(), 0.1, momentum=0.9)
+    own, optimizer = (torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (model, whole))
+    step = apexfx.train_step(model, nn.functional.mse_loss, own, opt_level="O0", ddp=True, **options)
     code = with_a_wrong_element if is_wrong and rank == 1 else prover.code_without_cuda_graphs
     with mock.patch.object(prover, "code_without_cuda_graphs", code):
         for _ in range(3):
