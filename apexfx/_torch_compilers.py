@@ -6,6 +6,7 @@ Importing them takes longer than importing torch, so that what `import apexfx` i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
@@ -59,6 +60,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
 from torch._inductor.decomposition import select_decomp_table as inductor_decompositions
+from torch._inductor.fx_passes import reinplace as inductor_reinplace
 from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
@@ -284,15 +286,57 @@ def code_of_caches() -> Iterator[list[CompiledFxGraph]]:
         yield loaded
 
 
-def code_without_cuda_graphs(compiled: CompiledFxGraph) -> Callable[..., Any]:
-    """Return what code of Inductor's runs where it records no CUDA graph."""
-    runner = getattr(compiled, "compiled_fn_runner", None)
-    return runner.call if compiled.cudagraph_info is not None and runner is not None else compiled.current_callable
+def plain_code(compiled: CompiledFxGraph) -> Callable[..., Any] | None:
+    """Return what code of Inductor's runs at a call; None where CUDA graphs record that."""
+    return compiled.current_callable if compiled.cudagraph_info is None else None
 
 
 def without_autograd_cache() -> contextlib.AbstractContextManager[Any]:
     """Have AOTAutograd trace a graph though its cache has the code, which Inductor's then gives."""
     return functorch_config.patch(enable_autograd_cache=False)
+
+
+@contextlib.contextmanager
+def keep_written_values() -> Iterator[None]:
+    """Have Inductor write where, and in the order in which, the graph does. In two places 2.13 does not:
+
+    - What is written in the place of a whole tensor (`h[mask] = 0.0`) behind a write to some of it (`h[rows] = 1.0`) is computed
+      in front of that: the rows are written on top of it.
+    - A functional write to rows of an expanded tensor, or of windows that overlap, is done in its memory, where all rows are one
+      (pytorch#183986, #188084).
+    """
+    mutate_to, ops = inductor_lowering.mutate_to, inductor_reinplace.inplaceable_ops
+
+    @functools.wraps(mutate_to)
+    def write_behind_others(changed: Any, val: Any, unsafe_alias: bool = False) -> Any:
+        memory = changed.data if isinstance(changed, inductor_ir.TensorBox) else changed
+        is_buffer = isinstance(memory, inductor_ir.StorageBox) and isinstance(memory.data, inductor_ir.Buffer)
+        if not is_buffer or memory.get_name() not in inductor_state.graph.mutated_buffers:
+            return mutate_to(changed, val, unsafe_alias)
+        val = val.data if isinstance(val, inductor_ir.TensorBox) else val
+        inductor_ir.MutationLayoutSHOULDREMOVE.realize_into(val, memory, unsafe_alias=unsafe_alias)
+        return changed
+
+    def checked(op: Any) -> Any:
+        own = op.extra_check
+        return dataclasses.replace(op, extra_check=lambda node: own(node) and not _overlaps_itself(
+            node.args[op.mutated_arg].meta["val"]))
+
+    writes = [op for op in ops if isinstance(ops[op].mutated_arg, int)]
+    with mock.patch.object(inductor_lowering, "mutate_to", write_behind_others), \
+            mock.patch.dict(ops, {op: checked(ops[op]) for op in writes}):
+        yield
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor lie in one place of its memory, as far as its sizes are known."""
+    extent = 1
+    known = [[n if isinstance(n, int) else int(n.node.hint or 0) for n in pair] for pair in zip(tensor.stride(), tensor.shape)]
+    for stride, size in sorted(known):  # int() of one that changes would compile the graph for this size alone
+        if size != 1 and stride < extent:
+            return True
+        extent += (size - 1) * stride
+    return False
 
 
 def compilations() -> list[Compilation]:

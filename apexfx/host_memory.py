@@ -11,6 +11,7 @@ import torch
 
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # of glibc, read when a process starts
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @functools.cache
@@ -25,13 +26,28 @@ def keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, -1)  # no limit
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def free_bytes(device: torch.device | None) -> int | None:
-    """Return how many bytes a process could take: of a CUDA device, or of the host (None); None where the system does not say."""
+    """Return how many bytes a process could take: of a CUDA device, or its share of the host's (None); None where the system does
+    not say.
+    """
     if device is not None:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    free = [1024 * int(line.split()[1]) for line in _text(Path("/proc/meminfo")).splitlines() if line.startswith("MemAvailable:")]
+    limit, used = (_text(_CGROUP / name).strip() for name in ("memory.max", "memory.current"))
+    if limit.isdigit() and used.isdigit():
+        free.append(int(limit) - int(used))
+    return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
+
+
+def give_back_memory() -> None:
+    """Have glibc give the system what is free now, though `keep_freed_memory` was called."""
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)

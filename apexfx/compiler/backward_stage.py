@@ -17,7 +17,7 @@ from ..ranks import num_ranks
 from ..report.records import GraphReport, StageReport
 from . import cache, capture
 from .pipeline import Pipeline
-from .prover import FirstCall, Prover
+from .prover import Prover
 
 
 class BackwardPasses(CustomGraphPass):
@@ -41,6 +41,7 @@ class BackwardPasses(CustomGraphPass):
         self._uuid = uuid
         self.key = key
         self.prover: Prover | None = None  # of its code
+        self._seen: set[int] = set()
         self._user_pass = inductor_config.post_grad_custom_post_pass
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -62,8 +63,8 @@ class BackwardPasses(CustomGraphPass):
         """Run the passes over `gm`, and return what they did."""
         return self._pipeline.run("backward", gm, inputs=inputs)
 
-    def keep(self, entry: str | None) -> None:
-        """Keep the stage's report beside the entries of torch's caches; read it from there where Inductor's cache had the code.
+    def load(self, entry: str | None) -> None:
+        """Read the stage's report from beside the code where Inductor's cache had that.
 
         Programs that Dynamo captures differently may lower to one graph: then AOTAutograd's cache misses, and Inductor's hits.
 
@@ -72,22 +73,26 @@ class BackwardPasses(CustomGraphPass):
         """
         if self._record.backward is None and entry is not None:
             self._record.backward = cache.load_stage(entry)
+
+    def keep(self, entry: str | None) -> None:
+        """Keep the stage's report beside the entries of torch's caches."""
         if self._record.backward is not None:
             for key in filter(None, (self.key, entry)):
                 cache.save_stage(key, self._record.backward)
 
-    def lacks(self, code: Any) -> bool:
-        """Return whether something is not known of code that a cache had: that it was proved; of a step of several ranks, what
-        the passes reported, which says in what order the ranks communicate.
+    def knows(self, code: Any, *, is_backward: bool) -> bool:
+        """Return whether all is known of code that a cache had: the verdict of a proof, which is noted; of a step of several
+        ranks, what the passes reported, which says in what order the ranks communicate.
         """
-        return self.prover is not None and self.prover.needs_proof(code) or \
-            self.is_train_step and num_ranks() > 1 and len(self._record.stages) < 2
+        self._seen.add(id(code))
+        has_report = not (self.is_train_step and num_ranks() > 1) or len(self._record.stages) > 1
+        return has_report and (self.prover is None or self.prover.knows(code, self._stage(is_backward)))
 
-    def is_new(self, code: Any) -> bool:
-        """Return whether code is to be proved at its first call."""
-        return isinstance(code.current_callable, FirstCall)
+    def has_seen(self, code: Any) -> bool:
+        """Return whether `knows` was asked of some code."""
+        return id(code) in self._seen
 
-    def prove(self, code: Any, gm: fx.GraphModule, *, is_backward: bool) -> None:
+    def prove_at_first_call(self, code: Any, gm: fx.GraphModule, *, is_backward: bool) -> None:
         """Have the first call of code prove it.
 
         Args:
@@ -101,11 +106,6 @@ class BackwardPasses(CustomGraphPass):
             self._record.backward = self._record.backward or report  # of what came from a cache that had lost it
         if self.prover is not None:
             self.prover.at_first_call(code, gm, self._stage(is_backward))
-
-    def note_proved(self, *, is_backward: bool) -> None:
-        """Note that code which a cache had was proved when it was made."""
-        if self.prover is not None:
-            self.prover.note_proved(self._stage(is_backward))
 
     def _stage(self, is_backward: bool) -> str:
         return "step" if self.is_train_step else "backward" if is_backward else "forward"

@@ -34,8 +34,6 @@ from .progress import PROGRESS
 
 log = logging.getLogger(__name__)
 
-_PROVED = b"proved"
-
 
 @functools.lru_cache(maxsize=1)
 def package_digest() -> str:
@@ -155,22 +153,31 @@ def save_stage(key: str, stage: StageReport) -> None:
     _write(key, content)
 
 
-def save_proved(entry: str) -> None:
-    """Keep beside an entry of Inductor's cache that its code was compared with its graph, and is right."""
-    CacheArtifactManager.record_artifact(PortableReport.type(), _verdict(entry), _PROVED)
-    _write(_verdict(entry), _PROVED)
+def save_verdict(entry: str, code: str, verdict: str) -> None:
+    """Keep beside an entry of Inductor's cache what came of comparing its code with its graph: no fault.
+
+    Args:
+        code: the source; an entry has several, for sizes that differ.
+        verdict: what a report is to say of it.
+    """
+    key, content = _verdict(entry, code), json.dumps(verdict).encode()
+    CacheArtifactManager.record_artifact(PortableReport.type(), key, content)
+    _write(key, content)
 
 
-def is_proved(entry: str) -> bool:
-    """Return whether `save_proved` was called for an entry, in any process."""
+def load_verdict(entry: str, code: str) -> str | None:
+    """Return the verdict that was kept of some code, in any process, or None."""
     try:
-        return _path(_verdict(entry)).read_bytes() == _PROVED
-    except OSError:
-        return False
+        content = _path(_verdict(entry, code)).read_bytes()
+        verdict = str(json.loads(content))
+    except (OSError, ValueError):
+        return None
+    CacheArtifactManager.record_artifact(PortableReport.type(), _verdict(entry, code), content)
+    return verdict
 
 
-def _verdict(entry: str) -> str:
-    return f"{entry}.proof"
+def _verdict(entry: str, code: str) -> str:
+    return f"{entry}.{hashlib.sha256(code.encode()).hexdigest()[:16]}.proof"
 
 
 def _write(key: str, content: bytes) -> None:

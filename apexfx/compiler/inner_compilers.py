@@ -23,6 +23,7 @@ from .._torch_compilers import (
     inductor_config,
     keep_kernels,
     keep_order_of_writes,
+    keep_written_values,
     whole_loops,
     without_autograd_cache,
 )
@@ -55,13 +56,10 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
     with several_kernels_a_file():  # of a cache, here, and of those that are compiled below
         with code_of_caches() as loaded:
             compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
-        of_cache = [code for code in loaded if not backward.is_new(code)]
-        if any(map(backward.lacks, of_cache)):
+        of_cache = [code for code in loaded if not backward.has_seen(code)]
+        if not all(backward.knows(code, is_backward=bool(code.fx_kwargs.get("is_backward"))) for code in of_cache):
             with without_autograd_cache():  # which has no graph
                 compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
-        else:
-            for code in of_cache:
-                backward.note_proved(is_backward=bool(code.fx_kwargs.get("is_backward")))
     return torch_faults.resolve_negated_inputs(gm, example_inputs, compiled)
 
 
@@ -88,20 +86,21 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
         keep_saved_tensors()
     if not (options.get("is_backward") or options.get("is_inference")):
         torch_faults.save_before_writes(gm)
+    torch_faults.read_before_writes(gm)
     before = snapshot(gm)
     torch_faults.keep_keywords(gm)
     key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared and backward.key else None
     with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), keep_order_of_writes(), \
-            whole_loops(), several_kernels_a_file(), \
+            keep_written_values(), whole_loops(), several_kernels_a_file(), \
             PROGRESS.compiling(f"Inductor makes code of {count_text(count_calls(gm.graph), 'op')}"), compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
     if not isinstance(compiled, CompiledFxGraph):  # a graph that computes nothing, which runs as it is
         return compiled
     is_backward = bool(options.get("is_backward"))
-    if backward.lacks(compiled):
-        backward.prove(compiled, before, is_backward=is_backward)
-    else:
-        backward.note_proved(is_backward=is_backward)
+    if is_backward or backward.is_train_step:
+        backward.load(cache_entry(compiled))
+    if not backward.knows(compiled, is_backward=is_backward):
+        backward.prove_at_first_call(compiled, before, is_backward=is_backward)
     if is_backward or backward.is_train_step:
         backward.keep(cache_entry(compiled))
     return compiled

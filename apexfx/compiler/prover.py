@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import boxed, cache_entry
-from .._torch_compilers import code_without_cuda_graphs
+from .._torch_compilers import plain_code
 from ..config import HALVES
-from ..graph.collectives import group_name
+from ..graph.collectives import group_name, starts_collective
 from ..graph.inputs import gradient_outputs
 from ..graph.liveness import Liveness
-from ..graph.mutation import storages, written_storages
-from ..graph.nodes import NAME, value
+from ..graph.mutation import storages, written, written_storages
+from ..graph.nodes import KIND, NAME, value
 from ..graph.printing import count_text, first_names
-from ..host_memory import free_bytes
+from ..host_memory import free_bytes, give_back_memory
 from ..observe.beside_float64 import BesideFloat64, CallsOfCode, Handed, OpByOp
 from ..observe.bundle import exact_copy
 from ..observe.code_errors import Compared, Errors, is_suspect, scales
@@ -34,13 +34,13 @@ from . import cache
 from .first_difference import first_difference
 from .verification import snapshot
 
-_PROBES = 4  # runs on inputs that are a rounding away, for what may turn on one
-_COPIES = 3  # times the graph's peak: of the code or the ops, and of float64, which takes two
+_PROBES = 16  # runs on inputs that are a rounding away, for what may turn on one
 _BEFORE = "its code was proved when it was made, and comes from the compile cache"
 _IN_CPP = "its code was not compared with it, as it communicates from C++ (cpp_wrapper=True)"
+_CUDA_GRAPHS = "its code was not compared with it, as CUDA graphs record it"
 _REPORT = "Please report it, with the program; inner='eager' is as fast then, and compiles nothing"
 
-Key = tuple[str, int]  # "output", "change" or "handed", and the place among them
+Key = tuple[str, int]  # "output", "change", "memory" (of an output) or "handed", and the place among them
 
 
 class Prover:
@@ -62,14 +62,13 @@ class Prover:
         self.starts: Callable[[], None] = lambda: None
         self.waiting = False
 
-    def needs_proof(self, compiled: Any) -> bool:
-        """Return whether no cache knows that some code was proved."""
+    def knows(self, compiled: Any, stage: str) -> bool:
+        """Return whether a cache has the verdict on some code, and note that."""
         entry = cache_entry(compiled)
-        return entry is None or not cache.is_proved(entry)
-
-    def note_proved(self, stage: str) -> None:
-        """Note that the code of a stage was proved before."""
-        self._record.proofs.append(Proof(stage, note=_BEFORE))
+        verdict = cache.load_verdict(entry, compiled.source_code) if entry is not None else None
+        if verdict is not None and (proof := Proof(stage, note=verdict)) not in self._record.proofs:
+            self._record.proofs.append(proof)
+        return verdict is not None
 
     def at_first_call(self, compiled: Any, gm: fx.GraphModule, stage: str) -> None:
         """Have the first call of some code prove it.
@@ -84,16 +83,20 @@ class Prover:
 
     def prove(self, call: FirstCall, inputs: list[Any]) -> Callable[..., Any]:
         """Compare code with its graph, on copies of the inputs of its first call; return what is to run, from that call on."""
-        if self._in_cpp and any(map(group_name, call.graph.graph.nodes)):
+        if call.code is None:
+            outcome = _Outcome(Proof(call.stage, note=_CUDA_GRAPHS))
+        elif self._in_cpp and any(map(group_name, call.graph.graph.nodes)):
             outcome = _Outcome(Proof(call.stage, note=_IN_CPP))
         else:
             outcome = _Proving(call.graph, call.code, call.stage, call.gradients, inputs).run(insists=self._insists)
-        self._keep(outcome.proof, call.entry)
-        self.waiting = False
+        self._keep(outcome, call)
+        give_back_memory()
         self.starts()
+        self.waiting = False
         return _op_by_op(call.graph, outcome.outputs) if outcome.proof.fault else call.recorded
 
-    def _keep(self, proof: Proof, entry: str | None) -> None:
+    def _keep(self, outcome: _Outcome, call: FirstCall) -> None:
+        proof = outcome.proof
         self._record.proofs.append(proof)
         if proof.fault:
             self._report.warn(f"apexfx: the code that Inductor made of graph {self._record.index} ({proof.stage}) is wrong: "
@@ -101,8 +104,8 @@ class Prover:
                               f"slower. {_REPORT}")
         elif proof.note:
             self._report.note(f"apexfx: graph {self._record.index} ({proof.stage}): {proof.note}")
-        elif entry is not None:
-            cache.save_proved(entry)
+        if call.entry is not None and not proof.fault and not outcome.is_of_this_process:
+            cache.save_verdict(call.entry, call.source, proof.note or _BEFORE)
 
 
 class FirstCall:
@@ -110,7 +113,7 @@ class FirstCall:
 
     def __init__(self, prover: Prover, compiled: Any, gm: fx.GraphModule, stage: str) -> None:
         self._prover, self._compiled, self.stage = prover, compiled, stage
-        self.code, self.entry = code_without_cuda_graphs(compiled), cache_entry(compiled)
+        self.code, self.entry, self.source = plain_code(compiled), cache_entry(compiled), compiled.source_code
         self.recorded = compiled.current_callable
         self.graph, self.gradients = as_ops(gm), gradient_outputs(gm)
 
@@ -155,10 +158,11 @@ def _laid_out(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 class _Outcome(NamedTuple):
-    """What came of a comparison, and what the code has returned in it."""
+    """What came of a comparison, what the code has returned in it, and whether another process might come to another end."""
 
     proof: Proof
     outputs: Sequence[Any] = ()
+    is_of_this_process: bool = False
 
 
 class _Value(NamedTuple):
@@ -193,7 +197,9 @@ class _Proving:
         self._narrowest = next((each for each in (*HALVES[::-1], torch.float32) if each in dtypes), torch.float64)
         self._devices = {x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda}
         self._handed: Mapping[Any, Sequence[list[Any]]] = {}
-        self._names: dict[Key, str] = {}
+        self._order = {node: place for place, node in enumerate(gm.graph.nodes)}
+        self._updated: set[int] = set()  # inputs that ops write which were handed the code's own gradients
+        self._names: dict[Key, tuple[str, str]] = {}  # of what is handed over: what it is, and its role
 
     def run(self, *, insists: bool) -> _Outcome:
         """Return what comes of the comparison, on copies of the inputs.
@@ -205,21 +211,22 @@ class _Proving:
             What the code raises on such inputs.
         """
         begun = time.perf_counter()
-        if lacking := "" if insists else _lacking_memory(self._gm, self._devices):
-            return _Outcome(Proof(self._stage, note=lacking))
+        if lacking := "" if insists else self._lacking_memory():
+            return _Outcome(Proof(self._stage, note=lacking), is_of_this_process=True)
         with torch.no_grad():
             try:
+                BesideFloat64(self._gm)  # which refuses what communicates in a way that no rank can answer alone
                 outputs, by_code = self._run_code()
-            except NotImplementedError as error:  # a collective that no rank can answer alone
-                return _Outcome(Proof(self._stage, note=_unproved(error)))
+            except (NotImplementedError, ValueError, torch.OutOfMemoryError) as error:
+                return _unproved(self._stage, error)
             try:
                 compared = self._compared(by_code)
-                sizes = dict(zip(compared, scales(list(compared.values()), self._narrowest)))
+                sizes = dict(zip(compared, scales(list(compared.values()))))
                 wrong = self._beyond_rounding(compared, sizes)
             except Exception as error:  # of any class: an op has no eager form, or none for this
-                return _Outcome(Proof(self._stage, note=_unproved(error)))
-            rows = tuple(_row(each, is_wrong=key in wrong) for key, each in compared.items())
-            fault = self._described([compared[key] for key in wrong]) if wrong else ""
+                return _unproved(self._stage, error)
+            rows = tuple(_row(each, sizes[key], is_wrong=key in wrong) for key, each in compared.items())
+            fault = self._described([(compared[key], sizes[key]) for key in wrong]) if wrong else ""
         return _Outcome(Proof(self._stage, rows, time.perf_counter() - begun, fault=fault), outputs)
 
     def _run_code(self) -> tuple[Sequence[Any], dict[Key, Tensor]]:
@@ -230,38 +237,70 @@ class _Proving:
         self._handed = calls.handed
         found: dict[Key, Tensor] = {("output", place): x for place, x in enumerate(outputs) if isinstance(x, Tensor)}
         found |= {("change", place): copies[place] for place in self._kept}
+        found |= {("memory", place): x for place, x in self._shared(outputs, copies).items()}
         return outputs, found
 
-    def _run_ops(self, inputs: Sequence[Any], observe: Callable[..., None] | None = None) -> dict[Key, _Value]:
-        """Run the graph op by op on copies of inputs, with the random numbers that the code drew."""
+    def _shared(self, outputs: Sequence[Any], copies: Sequence[Any]) -> dict[int, Tensor]:
+        """Return, for the outputs that are tensors, which inputs' memory each lies in. A backward may take that of its inputs."""
+        addresses = {copies[place].untyped_storage().data_ptr(): place for place in self._kept if copies[place].numel()}
+        return {place: torch.tensor([addresses.get(x.untyped_storage().data_ptr(), -1)]) for place, x in enumerate(outputs)
+                if isinstance(x, Tensor) and x.layout == torch.strided and self._stage != "backward"}
+
+    def _run_ops(self, inputs: Sequence[Any], observe: Callable[..., None] | None = None, *,
+                 communicates: bool = True) -> dict[Key, _Value]:
+        """Run the graph op by op on copies of inputs, with the random numbers that the code drew.
+
+        Args:
+            communicates: whether collectives get what the code handed over; else what the ops give for these inputs.
+        """
         copies = list(map(_copy, inputs))
-        beside = BesideFloat64(self._gm, self._handed, observe)
+        handed = self._handed if communicates else {op: x for op, x in self._handed.items() if not starts_collective(op)}
+        beside = BesideFloat64(self._gm, handed, observe)
         with forked_random(self._devices):
             outputs = beside.run(*copies)
         found: dict[Key, _Value] = {("output", place): _Value(x, wide) for place, (x, wide) in enumerate(
             zip(outputs, beside.wide_outputs)) if isinstance(x, Tensor)}
         found |= {("change", place): _Value(copies[place], beside.wide_inputs[place], inputs[place]) for place in self._kept}
-        for place, pair in enumerate(beside.pairs):
+        found |= {("memory", place): _Value(x, x) for place, x in self._shared(outputs, copies).items()}
+        self._updated |= {place for place, node in enumerate(self._nodes) for pair in beside.pairs if node in written(pair.node)}
+        for pair in beside.pairs:
+            place = 1000 * self._order[pair.node] + pair.place
             found["handed", place] = _Value(pair.ops, pair.wide, code=pair.code)
             self._names["handed", place] = _name_of_handed(pair)
         return found
 
     def _compared(self, by_code: Mapping[Key, Tensor]) -> dict[Key, Compared]:
-        compared = {}
-        for key, each in self._run_ops(self._inputs).items():
+        compared, values = {}, self._run_ops(self._inputs)
+        for key, each in values.items():
             code = each.code if each.code is not None else by_code[key]
+            if key[0] == "memory" and (torch.equal(code, each.ops) or int(code) < 0):  # memory of its own is as good
+                continue
             if each.before is None or not (_same(code, each.before) and _same(each.ops, each.before)):
-                kind = "gradient" if key[0] == "output" and key[1] in self._gradients else key[0]
-                compared[key] = Compared(self._named(key), kind, code, *each[:3])
+                is_plain = key[0] == "change" and key[1] in self._updated
+                compared[key] = Compared(self._named(key), self._kind(key), code, *each[:3],
+                                         narrowest=each.wide.dtype if is_plain else self._narrowest)
         return compared
+
+    def _kind(self, key: Key) -> str:
+        """Return of which tensors the sizes may be compared with that of one."""
+        what, place = key
+        if what == "handed":
+            return self._names[key][1]
+        if what == "change":
+            meta = self._nodes[place].meta
+            role = str(meta.get(NAME, "")).rpartition(".")[2] if meta.get(KIND) == "state" else ""
+            return f"change, {meta.get(KIND)} {role}"
+        return "gradient" if what == "output" and place in self._gradients else what
 
     def _named(self, key: Key) -> str:
         what, place = key
+        if what == "memory":
+            return f"output {place}, which lies in the memory of an input,"
         if what == "output":
             return f"gradient of {self._gradients[place]!r}" if place in self._gradients else f"output {place}"
         if what == "change":
             return f"change of {self._nodes[place].meta.get(NAME, self._nodes[place].name)!r}"
-        return self._names[key]
+        return self._names[key][0]
 
     def _beyond_rounding(self, compared: Mapping[Key, Compared], sizes: Mapping[Key, Errors]) -> list[Key]:
         """Return what the code has too far off, and the ops never, on inputs that are a rounding away either.
@@ -269,39 +308,50 @@ class _Proving:
         That leaves out what turns on a rounding: an element of an update by a gradient that is 0 by its formula, a mask where two
         values are equal.
         """
-        suspects = [key for key, each in compared.items() if is_suspect(each, each.of_ops, sizes[key], self._narrowest)]
+        suspects = [key for key, each in compared.items() if is_suspect(each, each.of_ops, sizes[key])]
         errors, generator = {key: compared[key].of_ops for key in suspects}, torch.Generator().manual_seed(0)
         for _ in range(_PROBES):
             if not suspects:
                 break
-            probe = self._run_ops([_moved(x, generator) for x in self._inputs])
+            probe = self._run_ops([_moved(x, generator) for x in self._inputs], communicates=False)
             for key in suspects:
-                errors[key] = errors[key].or_larger(compared[key].errors(probe[key].ops, probe[key].before))
-            suspects = [key for key in suspects if is_suspect(compared[key], errors[key], sizes[key], self._narrowest)]
+                if key in probe:
+                    errors[key] = errors[key].or_larger(compared[key].errors(probe[key].ops, probe[key].before))
+            suspects = [key for key in suspects if is_suspect(compared[key], errors[key], sizes[key])]
         return suspects
 
-    def _described(self, wrong: Sequence[Compared]) -> str:
-        """Return what a warning says of tensors that the code has wrong."""
-        worst = max(wrong, key=lambda each: each.of_code.norm / (each.size.norm or 1.0))
-        of_code, of_ops = (errors.norm / (worst.size.norm or 1.0) for errors in (worst.of_code, worst.of_ops))
+    def _described(self, wrong: Sequence[tuple[Compared, Errors]]) -> str:
+        """Return what a warning says of tensors that the code has wrong, each given with its size."""
+        worst, size = max(wrong, key=lambda pair: pair[0].of_code.norm / (pair[1].norm or 1.0))
+        of_code, of_ops = (errors.norm / (size.norm or 1.0) for errors in (worst.of_code, worst.of_ops))
         others = f", and {count_text(len(wrong) - 1, 'other tensor')}" if wrong[1:] else ""
         text = (f"{worst.name} is {of_code:.1e} of its size away from float64, and the same ops one by one are {of_ops:.1e}"
-                f"{others} ({first_names([each.name for each in wrong])})")
-        where = first_difference(self._code, list(map(_copy, self._inputs)), self._run_ops_for, self._devices)
+                f"{others} ({first_names([each.name for each, _ in wrong])})")
+        try:
+            where = first_difference(self._code, list(map(_copy, self._inputs)),
+                                     lambda observe: self._run_ops(self._inputs, observe), self._devices)
+        except Exception as error:  # of any class: the warning is what counts
+            where = f"its kernels could not be looked at one by one ({type(error).__name__})"
         return f"{text}; {where}" if where else text
 
-    def _run_ops_for(self, observe: Callable[..., None]) -> None:
-        self._run_ops(self._inputs, observe)
+    def _lacking_memory(self) -> str:
+        """Return a note where copies of the inputs, and the graph in its own dtypes and in float64, would not fit."""
+        free, inputs = free_bytes(next(iter(self._devices), None)), sum(x.nbytes for x in self._inputs if isinstance(x, Tensor))
+        needed = 3 * inputs + (1 + 8 // self._narrowest.itemsize) * max(Liveness(self._gm).alive(), default=0)
+        if free is None or needed <= free:
+            return ""
+        return (f"its code was not compared with it, which takes {needed} bytes where {free} are free; verify='code' does it all "
+                "the same, verify='off' leaves it out without a word")
 
 
-def _row(each: Compared, *, is_wrong: bool) -> TensorProof:
-    norm, largest = (size or 1.0 for size in each.size)
+def _row(each: Compared, size: Errors, *, is_wrong: bool) -> TensorProof:
+    norm, largest = (size.norm or 1.0, size.largest or 1.0)
     return TensorProof(each.name, each.of_code.norm / norm, each.of_ops.norm / norm, each.of_code.largest / largest,
                        each.of_ops.largest / largest, is_wrong)
 
 
-def _name_of_handed(pair: Handed) -> str:
-    """Return what a tensor is that the code hands to an op: "gradient of '0.weight'" where that updates by it."""
+def _name_of_handed(pair: Handed) -> tuple[str, str]:
+    """Return what a tensor is that the code hands to an op, "gradient of '0.weight'" where that updates by it, and its role."""
     node, place = pair.node, pair.place
     named = [*zip((argument.name for argument in node.target._schema.arguments), node.args), *node.kwargs.items()]
     for argument, given in named:
@@ -309,10 +359,10 @@ def _name_of_handed(pair: Handed) -> str:
         if place < len(leaves):
             params = node.args[0]
             if argument == "grads" and isinstance(params, (list, tuple)) and len(params) == len(leaves):
-                return f"gradient of {params[place].meta.get(NAME, params[place].name)!r}"
-            return f"{argument} of {node.name}" + (f", {place}" if leaves[1:] else "")
+                return f"gradient of {params[place].meta.get(NAME, params[place].name)!r}", "gradient"
+            return f"{argument} of {node.name}" + (f", {place}" if leaves[1:] else ""), f"handed, {argument}"
         place -= len(leaves)
-    return f"an argument of {node.name}"
+    return f"an argument of {node.name}", "handed"
 
 
 def _copy(x: Any) -> Any:
@@ -330,7 +380,7 @@ def _moved(x: Any, generator: torch.Generator) -> Any:
     """Return an input whose floating elements are a rounding away."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
         return x
-    noise = torch.rand(x.shape, generator=generator).to(x.device, torch.float64) * 2 - 1
+    noise = torch.rand(x.shape, generator=generator, device="cpu").to(x.device, torch.float64) * 2 - 1
     moved = _copy(x)
     return moved.copy_(x.double() * (1 + 2 * torch.finfo(x.dtype).eps * noise)) if _owns_memory(moved) else moved
 
@@ -339,14 +389,8 @@ def _owns_memory(x: Tensor) -> bool:
     return all(stride or size <= 1 for size, stride in zip(x.shape, x.stride()))
 
 
-def _unproved(error: Exception) -> str:
-    return (f"its code was not compared with it, since it cannot run op by op ({type(error).__name__}: "
+def _unproved(stage: str, error: Exception) -> _Outcome:
+    """Return what comes of a graph that cannot run op by op."""
+    note = (f"its code was not compared with it, since it cannot run op by op ({type(error).__name__}: "
             f"{str(error).strip().partition(chr(10))[0]})")
-
-
-def _lacking_memory(gm: fx.GraphModule, devices: Any) -> str:
-    needed, free = _COPIES * max(Liveness(gm).alive(), default=0), free_bytes(next(iter(devices), None))
-    if free is None or needed <= free:
-        return ""
-    return (f"its code was not compared with it, which takes {needed} bytes where {free} are free; verify='code' does it all the "
-            "same, verify='off' leaves it out without a word")
+    return _Outcome(Proof(stage, note=note), is_of_this_process=isinstance(error, torch.OutOfMemoryError))

@@ -297,6 +297,23 @@ def keep_keywords(gm: fx.GraphModule) -> None:
         body.recompile()
 
 
+def read_before_writes(gm: fx.GraphModule) -> None:
+    """Have what is written to an input at the end of a graph be copied from another as that was when the graph began.
+
+    Inductor (2.13) takes `dst[:] = src[:]` for no op, and copies `src` at the end: behind `src.add_(1)`.
+    """
+    place = {node: number for number, node in enumerate(gm.graph.nodes)}
+    writes = gm.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    for write in writes:
+        late = [other for other in writes if other.args[1] is write.args[0] and place[other] > place[write]]
+        if late and write.args[0].op == "placeholder":
+            with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
+                before = call(gm.graph, torch.ops.apexfx.held_copy.default, write.args[:1], like=write)
+            for other in late:
+                other.args = (other.args[0], before, *other.args[2:])
+    gm.recompile()
+
+
 def save_before_writes(gm: fx.GraphModule) -> None:
     """Have a forward hand the backward a copy of an input that it writes.
 

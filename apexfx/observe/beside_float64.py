@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import OpOverload, TorchDispatchMode, custom_op_function, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from ..graph.collectives import is_collective, starts_collective
+from ..graph.collectives import starts_collective
 from ..graph.mutation import written
+from ..graph.nodes import argument
 from ..graph.order import draws_random_numbers
 from .inductor_random import as_kernels_draw
 from .interpreter import Interpreter, of_one_rank, on_one_rank
@@ -47,8 +48,9 @@ class CallsOfCode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = of_one_rank(func, args, kwargs or {})
-        if is_handed_over(func):
-            self.handed[func].append([x.detach().clone() for x in _tensors(func, args, kwargs)])
+        if is_handed_over(func):  # and not what it writes, of which shapes are enough
+            self.handed[func].append([x.detach().clone() if read else x.detach().to("meta")
+                                      for x, read in _tensors(func, args, kwargs)])
         answered = on_one_rank(func, args)
         if answered is None:
             return func(*args, **kwargs)
@@ -101,8 +103,8 @@ class BesideFloat64(Interpreter):
             return result
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         wide_args, wide_kwargs = fx.node.map_arg((n.args, n.kwargs), lambda node: self._wide[node])
-        if (calls := self._handed.get(n.target)) and _shapes(calls[0]) == _shapes(_tensors(n.target, args, kwargs)):
-            (args, kwargs), (wide_args, wide_kwargs) = self._as_handed(n, calls.pop(0), (args, kwargs), (wide_args, wide_kwargs))
+        if (calls := self._handed.get(n.target)) and (handed := _nearest(calls, _tensors(n.target, args, kwargs))):
+            (args, kwargs), (wide_args, wide_kwargs) = self._as_handed(n, handed, (args, kwargs), (wide_args, wide_kwargs))
         result = self._narrow(n, args, kwargs)
         self._wide[n] = self._evaluate(n, result, (args, kwargs), (wide_args, wide_kwargs))
         if self._observe is not None:
@@ -121,7 +123,8 @@ class BesideFloat64(Interpreter):
         """Return what a node gives in float64; random numbers are those of the run."""
         if node.target in DROPOUTS:
             return dropped(wide_call[0], got)
-        if as_kernels_draw(node.target) is not None or draws_random_numbers(node) or node.target is aten.view.dtype:
+        is_random = draws_random_numbers(node) and argument(node, "dropout_p") != 0  # attention may drop nothing out
+        if as_kernels_draw(node.target) is not None or is_random or node.target is aten.view.dtype:
             return tree_map(self._lift, got)
         args, kwargs = tree_map(lambda x: self._dtypes.get(x, x) if isinstance(x, torch.dtype) else x, wide_call)
         if node.target in SOFTMAXES:
@@ -148,11 +151,10 @@ class BesideFloat64(Interpreter):
 
     def _as_handed(self, node: fx.Node, handed: list[Tensor], call: Any, wide_call: Any) -> tuple[Any, Any]:
         """Note what the code has handed over beside what it should be, and return calls with it, but for what they write."""
-        kept = {id(self.env[source]) for source in written(node)} if not is_collective(node) else set()
-        code = dict(zip(map(id, _tensors(node.target, *call)), handed))
+        code = {id(own): x for (own, read), x in zip(_tensors(node.target, *call), handed) if read}
         (narrow, structure), wide = tree_flatten(call), tree_leaves(wide_call)
         for place, (plain, own) in enumerate(zip(list(narrow), list(wide))):
-            if (x := code.get(id(plain))) is not None and id(plain) not in kept:
+            if (x := code.get(id(plain))) is not None:
                 self.pairs.append(Handed(node, place, x, plain.clone(), own.clone()))
                 narrow[place], wide[place] = x, self._lift(x)
         return tree_unflatten(narrow, structure), tree_unflatten(wide, structure)
@@ -161,14 +163,23 @@ class BesideFloat64(Interpreter):
         return x.to(self._dtypes.get(x.dtype, x.dtype)) if isinstance(x, Tensor) else x
 
 
-def _tensors(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an op is called with, in the order of its schema."""
-    behind = [kwargs.get(argument.name) for argument in op._schema.arguments[len(args):]]
-    return [x for x in tree_leaves([*args, *behind]) if isinstance(x, Tensor)]
+def _tensors(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, bool]]:
+    """Return the tensors that an op is called with, in the order of its schema, each with whether it is no more than read."""
+    arguments = op._schema.arguments
+    given = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args):])]
+    return [(x, starts_collective(op) or not (argument.alias_info is not None and argument.alias_info.is_write))
+            for argument, values in zip(arguments, given) for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
-def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
-    return [x.shape for x in tensors]
+def _nearest(calls: list[list[Tensor]], own: Sequence[tuple[Tensor, bool]]) -> list[Tensor] | None:
+    """Take from `calls` that whose tensors have the shapes of `own` and are nearest to them; None where none has."""
+    fitting = [call for call in calls if [x.shape for x in call] == [x.shape for x, _ in own]]
+    if len(fitting) > 1:
+        fitting.sort(key=lambda call: sum(float((x.double() - y.double()).nan_to_num().norm())
+                                          for x, (y, read) in zip(call, own) if read and not x.is_complex()))
+    if fitting:
+        calls[:] = [call for call in calls if call is not fitting[0]]
+    return fitting[0] if fitting else None
 
 
 class OpByOp(fx.Interpreter):

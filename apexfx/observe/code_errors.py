@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,9 @@ class Compared:
         kind: of tensors whose sizes are compared.
         code, ops, wide: what each gave.
         before: what was there, of one that is written: it is judged by its change; else None.
+        narrowest: the dtype by which its error is looked at.
+        size: its norm, and largest element, or those of its change.
+        of_code, of_ops: how far the code and the ops are off.
     """
 
     name: str
@@ -44,15 +48,24 @@ class Compared:
     ops: Tensor
     wide: Tensor
     before: Tensor | None = None
+    narrowest: torch.dtype = torch.float32
+    size: Errors = field(init=False)
+    of_code: Errors = field(init=False)
+    of_ops: Errors = field(init=False)
 
     def __post_init__(self) -> None:
         self.size = self._size()
-        self.of_code, self.of_ops = self.errors(self.code), self.errors(self.ops)
+        self.of_code, self.of_ops = self._error_of_code(), self.errors(self.ops)
 
     @property
     def is_counted(self) -> bool:
         """Whether its elements are equal or not, as integers are."""
         return not (self.wide.is_floating_point() or self.wide.is_complex())
+
+    @property
+    def least(self) -> float:
+        """The least error that is looked at, over the size."""
+        return 0.0 if self.is_counted else _FLOOR.get(self.narrowest, _FLOOR[torch.float64])
 
     def _size(self) -> Errors:
         if self.is_counted:
@@ -61,7 +74,7 @@ class Compared:
         return _errors(torch.where(wide.isfinite(), wide, 0))
 
     def errors(self, got: Tensor, before: Tensor | None = None) -> Errors:
-        """Return how far a tensor is from float64's; where that is finite and this one is not, infinitely.
+        """Return how far a tensor is from float64's, where both, and the ops, are finite.
 
         Args:
             before: what was there, where that is not what `self.before` is.
@@ -72,14 +85,19 @@ class Compared:
             return _errors((got != self.wide).double())
         wide, moved = _real(self.wide), 0
         if before is not None and self.before is not None:
-            moved = (_real(before).double() - _real(self.before).double())
-        difference = _real(got).double() - moved - wide
-        own, expected = _real(got).isfinite(), wide.isfinite()
-        lost = own != expected
-        if got is self.code:  # where the ops have overflowed, or float64 has not, either is right
-            lost = lost & (_real(self.ops).isfinite() == expected)
-        difference = torch.where(own & expected, difference, 0)
-        return Errors(math.inf, math.inf) if bool(lost.any()) else _errors(difference)
+            moved = _real(before).double() - _real(self.before).double()
+        finite = wide.isfinite() & _real(self.ops).isfinite() & _real(got).isfinite()
+        return _errors(torch.where(finite, _real(got).double() - moved - wide, 0))
+
+    def _error_of_code(self) -> Errors:
+        """Return how far the code is off: infinitely where it lacks a number, or an infinity, that float64 and the ops have."""
+        if self.is_counted or self.code.shape != self.wide.shape:
+            return self.errors(self.code)
+        code, ops, wide = _real(self.code), _real(self.ops), _real(self.wide)
+        same = ops.isinf() & (ops.double() == wide)
+        lost = ops.isfinite() & wide.isfinite() & ~code.isfinite() | same & (code != ops)
+        lost |= ops.isnan() & wide.isnan() & code.isfinite()
+        return Errors(math.inf, math.inf) if bool(lost.any()) else self.errors(self.code)
 
 
 def _errors(difference: Tensor) -> Errors:
@@ -90,28 +108,28 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-def scales(compared: Sequence[Compared], narrowest: torch.dtype) -> list[Errors]:
-    """Return by what the error of each tensor is measured: its own size, or, where that is 0 by its formula, the others'."""
-    squares: dict[str, list[float]] = {}
+def scales(compared: Sequence[Compared]) -> list[Errors]:
+    """Return by what the error of each tensor is measured: its own size, or, where that is 0 by its formula, what others have."""
+    sizes: dict[str, list[float]] = {}
     for each in compared:
-        if not each.is_counted and each.wide.numel():
-            squares.setdefault(each.kind, []).append(each.size.norm ** 2 / each.wide.numel())
-    usual = {kind: math.sqrt(sum(of_kind) / len(of_kind)) for kind, of_kind in squares.items()}
+        if not each.is_counted and each.wide.numel() > 1:
+            sizes.setdefault(each.kind, []).append(each.size.norm / math.sqrt(each.wide.numel()))
     found = []
     for each in compared:
-        size, others = each.size, usual.get(each.kind, 0.0) * math.sqrt(max(each.wide.numel(), 1))
-        if not each.is_counted and size.norm <= _ZERO * _FLOOR[narrowest] * others:
-            size = Errors(_OF_ZERO * others / _FLOOR[narrowest], _OF_ZERO * usual[each.kind] / _FLOOR[narrowest])
-        found.append(size)
+        usual = statistics.median(sizes[each.kind]) if each.kind in sizes and not each.is_counted else 0.0
+        others = usual * math.sqrt(each.wide.numel())
+        if each.wide.numel() > 1 and each.size.norm < _ZERO * each.least * others:
+            found.append(Errors(_OF_ZERO * others / each.least, _OF_ZERO * usual / each.least))
+        else:
+            found.append(each.size)
     return found
 
 
-def is_suspect(each: Compared, of_ops: Errors, size: Errors, narrowest: torch.dtype) -> bool:
+def is_suspect(each: Compared, of_ops: Errors, size: Errors) -> bool:
     """Return whether the code is farther off than `TIMES` the ops, and than what is looked at at all.
 
     Args:
         of_ops: the errors of the ops.
         size: by what errors are measured.
     """
-    floor = 0.0 if each.is_counted else _FLOOR[narrowest]
-    return any(code > TIMES * ops and code > floor * whole for code, ops, whole in zip(each.of_code, of_ops, size))
+    return any(code > TIMES * ops and code > each.least * whole for code, ops, whole in zip(each.of_code, of_ops, size))

@@ -27,7 +27,7 @@ def _seeds(count: int, device: torch.device) -> Tensor:
     return torch.randint(limits.min, limits.max, [count], device=device)
 
 
-def _random(size: Sequence[int], seed: Tensor, mode: str, **_: Any) -> Tensor:
+def _random(size: Sequence[int], seed: Tensor, mode: str, *, align_dtype: torch.dtype | None = None) -> Tensor:
     """Return numbers of [0, 1) for the mode "rand", of a normal distribution for "randn": float32."""
     first, second, *_ = _philox(seed, size)
     if mode == "rand":

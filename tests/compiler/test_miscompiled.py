@@ -42,8 +42,11 @@ def gradients(model, objective, *batch, how="eager", opt_level="O0"):
         step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), 0.0), keep_grads=True,
                                  opt_level=opt_level)
         step(*batch)
+        assert "is wrong" not in str(step.report)  # it is the code that is right
     else:
-        objective(apexfx.transform(model, opt_level=opt_level) if how == "transform" else model, *batch).backward()
+        run = apexfx.transform(model, opt_level=opt_level) if how == "transform" else model
+        objective(run, *batch).backward()
+        assert how == "eager" or "is wrong" not in str(run.report)
     return {name: p.grad.double() for name, p in model.named_parameters()}
 
 
@@ -59,6 +62,92 @@ def test_what_is_compared_with_its_own_maximum_gets_its_gradient(how):
     model, x = Compared(), torch.randn(64, 8)
     expected = gradients(copy.deepcopy(model).double(), lambda model, x: model(x), x.double())
     assert off(gradients(model, lambda model, x: model(x), x, how=how), expected) == {}
+
+
+def rows_then_mask(h, rows, mask):
+    h = h * 2
+    h[rows] = 1.0
+    h[mask] = 0.0
+    return h.square().sum()
+
+
+def rows_of_a_mask(h, rows, mask):
+    h = h + 0.1
+    h[mask] = 0.3
+    return h[rows].square().sum()
+
+
+def summed_rows(h, rows, mask):
+    h = h.exp() * 1
+    h[rows] = 0.5
+    return h.sum(0).square().sum()
+
+
+def expanded_rows(h, rows, mask):
+    return (h[:1] * 2).expand(4, 6).index_add(0, rows, torch.ones(2, 6, dtype=h.dtype)).square().sum()
+
+
+def windows(h, rows, mask):
+    return (h * 2).unfold(1, 3, 1)[0].index_add(0, rows, torch.ones(2, 3, dtype=h.dtype)).square().sum()
+
+
+WRITES = (rows_then_mask, rows_of_a_mask, summed_rows, expanded_rows, windows)
+
+
+@pytest.mark.parametrize("how", ["step", pytest.param("transform", marks=pytest.mark.long)])
+def test_what_is_written_by_rows_and_masks(how):
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(6, 6) for _ in WRITES)
+    x, rows, mask = torch.randn(4, 6), torch.tensor([2, 0]), torch.rand(4, 6) > 0.5
+
+    def objective(model, x, rows, mask):
+        return sum(write(layer(x), rows, mask) for write, layer in zip(WRITES, model))
+
+    expected = gradients(copy.deepcopy(model).double(), objective, x.double(), rows, mask)
+    assert off(gradients(Called(model, objective), lambda model, *batch: model(*batch), x, rows, mask, how=how), {
+        f"layers.{name}": g for name, g in expected.items()}) == {}
+
+
+class Called(nn.Module):
+    """Layers, called by an objective."""
+
+    def __init__(self, layers, objective) -> None:
+        super().__init__()
+        self.layers, self.objective = layers, objective
+
+    def forward(self, *batch):
+        return self.objective(self.layers, *batch)
+
+
+class Handed(nn.Module):
+    """Two buffers, of which one takes what the other was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4))
+        self.register_buffer("last", torch.zeros(3, 4))
+        self.register_buffer("now", torch.arange(12.0).reshape(3, 4))
+
+    def forward(self, x):
+        self.last[0:, :] = self.now[0:, :]
+        self.now.add_(x)
+        return (self.last * self.weight).sum()
+
+
+@pytest.mark.parametrize("how", ["step", "transform"])
+def test_a_buffer_takes_what_another_was(how):
+    expected, model = Handed(), Handed()
+    for _ in range(2):
+        expected(torch.ones(3, 4))
+    if how == "step":
+        run = apexfx.train_step(model, objective=lambda model, x: model(x), optimizer=torch.optim.SGD(model.parameters(), 0.0),
+                                opt_level="O0")
+    else:
+        run = apexfx.transform(model, opt_level="O0")
+    for _ in range(2):
+        run(torch.ones(3, 4))
+    assert "is wrong" not in str(run.report)
+    assert torch.equal(model.last, expected.last) and torch.equal(model.now, expected.now)
 
 
 def log_probabilities(model, ids):

@@ -25,8 +25,8 @@ def _train(rank, world_size, options, is_wrong):
     whole, x, y = copy.deepcopy(model), torch.randn(4 * world_size, 6), torch.randn(4 * world_size, 3)
     own, optimizer = (torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (model, whole))
     step = apexfx.train_step(model, nn.functional.mse_loss, own, opt_level="O0", ddp=True, **options)
-    code = with_a_wrong_element if is_wrong and rank == 1 else prover.code_without_cuda_graphs
-    with mock.patch.object(prover, "code_without_cuda_graphs", code):
+    code = with_a_wrong_element if is_wrong and rank == 1 else prover.plain_code
+    with mock.patch.object(prover, "plain_code", code):
         for _ in range(3):
             step(x[rank::world_size], y[rank::world_size])
             optimizer.zero_grad()
