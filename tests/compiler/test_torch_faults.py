@@ -516,6 +516,45 @@ def compared_with_its_maximum() -> bool:
     return not torch.allclose(gradient(compiled(forward, "inductor")), gradient(forward), rtol=0.1)
 
 
+@fault("a loop that is split unevenly leaves out what is beyond the last whole part", 195582, slow=True,
+       ours="_torch_compilers.py whole_loops")
+def loops_split_unevenly() -> bool:
+    def padded(x, scale, weight):
+        return F.pad((x * scale.view(1, 50, 1)).reshape(3, 450), (0, -400)) @ weight
+
+    return differ(padded, lambda: (torch.randn(3, 50, 9), torch.randn(50), torch.randn(50, 10)), "inductor")
+
+
+@fault("a write by a mask behind one by rows is done in front of it", slow=True, ours="_torch_compilers.py keep_written_values")
+def rows_then_a_mask() -> bool:
+    def written(x, rows, mask):
+        h = x * 2
+        h[rows] = 1.0
+        h[mask] = 0.0
+        return h
+
+    return differ(written, lambda: (torch.ones(4, 6), torch.tensor([2, 0]), torch.rand(4, 6) > 0.5), "inductor")
+
+
+@fault("a write to rows of an expanded tensor is done in its memory", 183986, 188084, slow=True,
+       ours="_torch_compilers.py keep_written_values")
+def rows_of_an_expanded_tensor() -> bool:
+    return differ(lambda x, rows: (x * 2).expand(4, 6).index_add(0, rows, torch.ones(2, 6)),
+                  lambda: (torch.ones(1, 6), torch.tensor([2, 0])), "inductor")
+
+
+@fault("a copy of what is written behind it takes what was written", 198131, slow=True,
+       ours="compiler/torch_faults.py read_before_writes")
+def copied_before_a_write() -> bool:
+    def handed_on(last, now, weight):
+        last[0:, :] = now[0:, :]
+        now.add_(1)
+        return last * weight
+
+    return differ(handed_on, lambda: (torch.zeros(3, 4), torch.arange(12.0).reshape(3, 4), torch.ones(3, 4, requires_grad=True)),
+                  "inductor")
+
+
 @fault("alpha is dropped where a product of matrices is added", 167313, slow=True, ours="compiler/torch_faults.py keep_keywords")
 def alpha_of_an_added_product() -> bool:
     def added(x, a, b):
