@@ -203,6 +203,7 @@ def test_a_step_of_wrong_code_trains_op_by_op_and_says_so(no_caches, caplog):
     assert "is wrong" in str(step.report) and "wrong" in step.report.proof()
 
 
+@pytest.mark.long
 def test_a_parameter_that_is_not_updated_is_named_at_o1(no_caches):
     def without_an_update(compiled):
         code = compiled.current_callable
@@ -224,6 +225,7 @@ def test_a_parameter_that_is_not_updated_is_named_at_o1(no_caches):
     assert [row.name for row in proof.rows if row.is_wrong] == ["change of 'a.weight'"]
 
 
+@pytest.mark.long
 def test_both_graphs_of_a_model_run_op_by_op(no_caches, caplog):
     def train(verify="auto"):
         torch.manual_seed(0)
@@ -256,25 +258,30 @@ def test_an_interrupted_proof_leaves_everything_as_it_was(no_caches):
     assert [proof.note for proof in step.report.graphs[0].proofs] == [""]
 
 
-@pytest.mark.parametrize("verify, proved", [("auto", False), ("code", True)])
-def test_memory_that_would_not_do(no_caches, verify, proved):
-    model, batch = program()
-    step = make_step(model, verify=verify)
+@pytest.mark.parametrize("insists", [False, True])
+def test_memory_that_would_not_do(of_step, insists):
+    first, inputs = of_step
     with mock.patch.object(prover, "free_bytes", lambda _: 1000):
-        step(*batch)
-    [proof] = step.report.graphs[0].proofs
-    assert bool(proof.rows) == proved
-    assert proved or re.search(r"takes \d+ bytes where 1000 are free; verify='code' does it", str(step.report))
+        outcome = prover._Proving(first.graph, first.code, first.stage, first.gradients, inputs).run(insists=insists)
+    assert bool(outcome.proof.rows) == insists != outcome.is_of_this_process
+    assert insists or re.search(r"takes \d+ bytes where 1000 are free; verify='code' does it", outcome.proof.note)
 
 
-def test_what_cannot_run_op_by_op_runs_unproved(no_caches):
-    model, batch = program()
-    step = make_step(model)
+def test_what_cannot_run_op_by_op_is_not_compared(of_step):
+    first, inputs = of_step
     with mock.patch.object(prover.BesideFloat64, "run", side_effect=NotImplementedError("no such kernel")):
-        step(*batch)
-    assert "was not compared with it, since it cannot run op by op (NotImplementedError: no such kernel)" in str(step.report)
+        proof = prove(first, inputs, first.code)
+    assert "was not compared with it, since it cannot run op by op (NotImplementedError: no such kernel)" in proof.note
 
 
+def test_a_kernel_that_cannot_be_named_stops_nothing(of_step):
+    first, inputs = of_step
+    with mock.patch.object(prover, "first_difference", side_effect=RuntimeError):
+        proof = prove(first, inputs, planted(first, PLANTS["a stale buffer"][0]))
+    assert "could not be looked at one by one (RuntimeError)" in proof.fault
+
+
+@pytest.mark.long
 def test_off_compares_nothing(no_caches):
     model, batch = program()
     step = make_step(model, verify="off")
@@ -283,6 +290,7 @@ def test_off_compares_nothing(no_caches):
     assert step.report.proof().startswith("no code was compared")
 
 
+@pytest.mark.long
 def test_a_verdict_lies_beside_the_code_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
