@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import apexfx
+from apexfx.compiler import inner_compilers, torch_faults
 from apexfx.testing import tolerance
 
 KINDS = {"gelu": F.gelu, "erf": torch.erf, "sin": lambda h: torch.sin(3 * h), "atan": lambda h: torch.atan2(h, h.flip(0) + 2)}
@@ -182,3 +184,22 @@ def test_the_clipped_objective(how, dtype):
     wide = [x.double() if x.is_floating_point() else x for x in batch]
     expected = gradients(copy.deepcopy(policy).double(), clipped, *wide)
     assert off(gradients(policy, clipped, *batch, how=how), expected) == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["rows", "maxima"])
+def test_without_a_cure_the_proof_notices(what, monkeypatch):
+    monkeypatch.setattr(inner_compilers, "whole_loops", contextlib.nullcontext)
+    monkeypatch.setattr(torch_faults.HoldCompared, "__call__", lambda self, graph: None)
+    torch.manual_seed(0)
+    model, objective, batch = (*clipped_program()[:1], clipped, clipped_program()[1]) if what == "rows" else (
+        Compared(list(KINDS)), lambda model, x: model(x), (torch.randn(64, 8),))
+    wide = [x.double() if x.is_floating_point() else x for x in batch]
+    expected = gradients(copy.deepcopy(model).double(), objective, *wide)
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), 0.0), keep_grads=True,
+                             opt_level="O0")
+    with torch._inductor.config.patch(force_disable_caches=True):
+        step(*batch)
+    [proof] = step.report.graphs[0].proofs
+    assert "gradient of" in proof.fault
+    assert off({name: p.grad.double() for name, p in model.named_parameters()}, expected) == {}

@@ -339,3 +339,30 @@ def test_random_numbers_of_kernels():
     assert torch.equal(got[1], integers(-5, 12345, [9, 100], seeds[1]))
     assert torch.equal(got[2] != 0, random([3, 50], seeds[2], "rand") > 0.3)
     torch.testing.assert_close(got[3], random([50, 37], seeds[3], "randn"), rtol=5e-7, atol=1e-7)
+
+
+KINDS = {
+    "average": {"ema": apexfx.EMA(0.9)},
+    "safeguard": {"safeguard": True},
+    "accumulate": {"accumulate": 2},
+    "Mean": {"objective": lambda model, x, mask, y: apexfx.Mean(F.cross_entropy(model(x, mask), y, reduction="sum"), len(y))},
+    "Muon": {"optimizer": lambda params: [torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-3),
+                                          torch.optim.AdamW([p for p in params if p.ndim != 2], lr=1e-3)]},
+    "LAMB": {"optimizer": lambda params: apexfx.optimizers.FusedLAMB(params, lr=1e-3, max_grad_norm=None)},
+    "traced": {"optimizer": lambda params: torch.optim.RAdam(params, lr=1e-3)},
+    "float16": {"opt_level": "O2", "dtype": torch.float16},
+    "bfloat16": {"opt_level": "O1", "dtype": torch.bfloat16, "max_grad_norm": 1.0},
+    "recomputed": {"max_grad_norm": 0.1, "memory_budget": 10_000},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_many_kinds_are_proved(no_caches, kind):
+    options = {"opt_level": "O0", "objective": loss_of, "optimizer": torch.optim.AdamW, **KINDS[kind]}
+    model, batch = program()
+    step = apexfx.train_step(model, optimizer=options.pop("optimizer")(list(model.parameters())), **options)
+    for _ in range(4):
+        step(*batch)
+    proofs = [proof for graph in step.report.graphs for proof in graph.proofs]
+    assert proofs and all(proof.rows and not proof.fault for proof in proofs), [(proof.note, proof.fault) for proof in proofs]
