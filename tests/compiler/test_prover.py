@@ -326,19 +326,22 @@ def test_a_report_keeps_its_proofs(of_step, tmp_path):
 def test_random_numbers_of_kernels():
     from apexfx.observe.inductor_random import as_kernels_draw
 
+    compiles_integers = torch.backends.cpu.get_cpu_capability() != "DEFAULT"  # where Inductor's own code of them does not compile
+
     def draws(x):
-        return torch.rand(7, 33), torch.randint(-5, 12345, (9, 100)), F.dropout(x, 0.3), torch.randn(50, 37)
+        integers = torch.randint(-5, 12345, (9, 100)) if compiles_integers else x
+        return torch.rand(7, 33), integers, F.dropout(x, 0.3), torch.randn(50, 37)
 
     compiled, x, prims = torch.compile(draws), torch.ones(3, 50), torch.ops.prims
     torch.manual_seed(3)
     got = compiled(x)
     torch.manual_seed(3)
-    seeds = as_kernels_draw(prims.inductor_seeds.default)(4, x.device)
+    seeds = as_kernels_draw(prims.inductor_seeds.default)(3 + compiles_integers, x.device)
     random, integers = map(as_kernels_draw, (prims.inductor_random.default, prims.inductor_randint.default))
     assert torch.equal(got[0], random([7, 33], seeds[0], "rand"))
-    assert torch.equal(got[1], integers(-5, 12345, [9, 100], seeds[1]))
-    assert torch.equal(got[2] != 0, random([3, 50], seeds[2], "rand") > 0.3)
-    torch.testing.assert_close(got[3], random([50, 37], seeds[3], "randn"), rtol=5e-7, atol=1e-7)
+    assert not compiles_integers or torch.equal(got[1], integers(-5, 12345, [9, 100], seeds[1]))
+    assert torch.equal(got[2] != 0, random([3, 50], seeds[-2], "rand") > 0.3)
+    torch.testing.assert_close(got[3], random([50, 37], seeds[-1], "randn"), rtol=5e-7, atol=1e-7)
 
 
 KINDS = {
