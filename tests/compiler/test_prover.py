@@ -329,8 +329,8 @@ def test_random_numbers_of_kernels():
     compiles_integers = torch.backends.cpu.get_cpu_capability() != "DEFAULT"  # where Inductor's own code of them does not compile
 
     def draws(x):
-        integers = torch.randint(-5, 12345, (9, 100)) if compiles_integers else x
-        return torch.rand(7, 33), integers, F.dropout(x, 0.3), torch.randn(50, 37)
+        return (torch.rand(7, 33), torch.randint(-5, 12345, (9, 100)) if compiles_integers else x, F.dropout(x, 0.3),
+                torch.randn(50, 37))
 
     compiled, x, prims = torch.compile(draws), torch.ones(3, 50), torch.ops.prims
     torch.manual_seed(3)
