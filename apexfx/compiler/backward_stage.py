@@ -15,7 +15,7 @@ from ..graph.inputs import Placeholder, is_backward
 from ..graph.nodes import size_hint
 from ..ranks import num_ranks
 from ..report.records import GraphReport, StageReport
-from . import cache, capture
+from . import cache, capture, torch_faults
 from .pipeline import Pipeline
 from .prover import Prover
 
@@ -52,6 +52,7 @@ class BackwardPasses(CustomGraphPass):
             self.run(gm)
         else:
             self.on_forward(gm)
+        torch_faults.copy_one_by_one(gm)
 
     def run(self, gm: fx.GraphModule) -> StageReport:
         """Run the backward stage over `gm` and put it in the report."""

@@ -297,6 +297,19 @@ def keep_keywords(gm: fx.GraphModule) -> None:
         body.recompile()
 
 
+def copy_one_by_one(gm: fx.GraphModule) -> None:
+    """Copy into several tensors by an op each: of a list, Inductor (2.13) computes what is copied later from what is written by then.
+
+    So `torch.optim.Adam(amsgrad=True)` would compute its largest second moment from the new second moment, twice updated.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten._foreach_copy_.default):
+        with gm.graph.inserting_before(node):
+            for written_to, source in zip(*node.args[:2], strict=True):
+                call(gm.graph, aten.copy_.default, (written_to, source), like=node)
+        gm.graph.erase_node(node)
+    gm.recompile()
+
+
 def read_before_writes(gm: fx.GraphModule) -> None:
     """Have what is written to an input at the end of a graph be copied from another as that was when the graph began.
 

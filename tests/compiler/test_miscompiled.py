@@ -122,6 +122,24 @@ class Called(nn.Module):
         return self.objective(self.layers, *batch)
 
 
+def test_a_moment_that_follows_from_another():
+    torch.manual_seed(0)
+    expected, x, y = nn.Linear(8, 3), torch.randn(9, 8), torch.randn(9, 3)
+    model = copy.deepcopy(expected)
+    of_eager, optimizer = (torch.optim.Adam(each.parameters(), 1e-3, amsgrad=True) for each in (expected, model))
+    step = apexfx.train_step(model, F.mse_loss, optimizer, opt_level="O0")
+    for _ in range(2):
+        step(x, y)
+        of_eager.zero_grad()
+        F.mse_loss(expected(x), y).backward()
+        of_eager.step()
+    assert "is wrong" not in str(step.report)
+    for p, q in zip(model.parameters(), expected.parameters()):
+        for name in ("max_exp_avg_sq", "exp_avg_sq", "exp_avg"):
+            torch.testing.assert_close(optimizer.state[p][name], of_eager.state[q][name], rtol=1e-5, atol=1e-10)
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
 class Handed(nn.Module):
     """Two buffers, of which one takes what the other was."""
 
