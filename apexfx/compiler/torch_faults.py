@@ -298,7 +298,7 @@ def keep_keywords(gm: fx.GraphModule) -> None:
 
 
 def copy_one_by_one(gm: fx.GraphModule) -> None:
-    """Copy into several tensors by an op each: of a list, Inductor (2.13) computes what is copied later from what is written by then.
+    """Copy into several tensors by an op each: of a list, Inductor (2.13) computes what comes later from what is written by then.
 
     So `torch.optim.Adam(amsgrad=True)` would compute its largest second moment from the new second moment, twice updated.
     """
