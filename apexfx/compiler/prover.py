@@ -313,7 +313,10 @@ class _Proving:
         for _ in range(_PROBES):
             if not suspects:
                 break
-            probe = self._run_ops([_moved(x, generator) for x in self._inputs], communicates=False)
+            try:
+                probe = self._run_ops([_moved(x, generator) for x in self._inputs], communicates=False)
+            except Exception:  # of any class: what cannot be looked at again is excused by nothing
+                break
             for key in suspects:
                 if key in probe:
                     errors[key] = errors[key].or_larger(compared[key].errors(probe[key].ops, probe[key].before))
