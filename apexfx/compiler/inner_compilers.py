@@ -111,7 +111,7 @@ def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> 
         keep_saved_tensors()
         graph.graph.eliminate_dead_code()
         backward.on_forward(graph)
-        _copy_where_no_view_is(graph)
+        copy_where_no_view_is(graph)
         backward.runs(graph)
         return _boxed(graph)
 
@@ -119,7 +119,7 @@ def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> 
         # Into both graphs the partitioner puts what reads no tensor, such as the random numbers of the forward.
         graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure(impure_random=False))
         backward.run(graph)
-        _copy_where_no_view_is(graph)
+        copy_where_no_view_is(graph)
         backward.runs(graph)
         return _boxed(graph)
 
@@ -140,7 +140,7 @@ def _partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> 
     return default_partition(joint, inputs, **options)
 
 
-def _copy_where_no_view_is(graph: fx.GraphModule) -> None:
+def copy_where_no_view_is(graph: fx.GraphModule) -> None:
     """Let views become copies where a kernel has laid its result out otherwise than its fake one, as batch norm does."""
     for view in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
         for node in graph.graph.find_nodes(op="call_function", target=view):
@@ -163,7 +163,7 @@ def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any,
     def compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         graph.graph.eliminate_dead_code()
         backward.run(graph)
-        _copy_where_no_view_is(graph)
+        copy_where_no_view_is(graph)
         return boxed(lambda args: run(graph, list(args)))
 
     return _as_eager(gm, example_inputs, fw_compiler=compiler)

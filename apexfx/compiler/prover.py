@@ -32,7 +32,7 @@ from ..report.proof import Proof, TensorProof
 from ..report.records import GraphReport
 from . import cache
 from .first_difference import first_difference
-from .verification import snapshot
+from .inner_compilers import copy_where_no_view_is
 
 _PROBES = 16  # runs on inputs that are a rounding away, for what may turn on one
 _BEFORE = "its code was proved when it was made, and comes from the compile cache"
@@ -75,7 +75,7 @@ class Prover:
 
         Args:
             compiled: Inductor's; what it calls is exchanged.
-            gm: the graph as all passes have left it.
+            gm: the graph as all passes have left it; it is changed.
             stage: "step", "forward" or "backward".
         """
         self.waiting = True
@@ -115,22 +115,13 @@ class FirstCall:
         self._prover, self._compiled, self.stage = prover, compiled, stage
         self.code, self.entry, self.source = plain_code(compiled), cache_entry(compiled), compiled.source_code
         self.recorded = compiled.current_callable
-        self.graph, self.gradients = as_ops(gm), gradient_outputs(gm)
+        self.graph, self.gradients = gm, gradient_outputs(gm)
+        copy_where_no_view_is(gm)
 
     def __call__(self, args: list[Any]) -> Any:
         compiled = self._compiled
         compiled.current_callable = self._prover.prove(self, list(args))
         return compiled.current_callable(args)
-
-
-def as_ops(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph, for running it op by op."""
-    graph = snapshot(gm)
-    for node in graph.graph.nodes:
-        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-            node.target = torch.ops.aten.reshape.default  # of what a kernel has laid out otherwise than its fake one
-    graph.recompile()
-    return graph
 
 
 def _op_by_op(gm: fx.GraphModule, outputs: Sequence[Any]) -> Callable[..., Any]:
@@ -262,7 +253,8 @@ class _Proving:
             zip(outputs, beside.wide_outputs)) if isinstance(x, Tensor)}
         found |= {("change", place): _Value(copies[place], beside.wide_inputs[place], inputs[place]) for place in self._kept}
         found |= {("memory", place): _Value(x, x) for place, x in self._shared(outputs, copies).items()}
-        self._updated |= {place for place, node in enumerate(self._nodes) for pair in beside.pairs if node in written(pair.node)}
+        updated = {node for op in {pair.node for pair in beside.pairs} for node in written(op)}
+        self._updated |= {place for place, node in enumerate(self._nodes) if node in updated}
         for pair in beside.pairs:
             place = 1000 * self._order[pair.node] + pair.place
             found["handed", place] = _Value(pair.ops, pair.wide, code=pair.code)

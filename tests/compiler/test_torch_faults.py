@@ -376,7 +376,7 @@ def checkpointed_attention() -> bool:
 
 
 @fault("the result of a batch norm of another layout is laid out otherwise than its fake one",
-       ours="compiler/inner_compilers.py _copy_where_no_view_is")
+       ours="compiler/inner_compilers.py copy_where_no_view_is")
 def layout_of_batch_norm() -> bool:
     def forward(x, w):
         return F.linear(F.batch_norm(x.mT, None, None, training=True).mT, w).view(3, 6, 2, 4)
