@@ -62,11 +62,12 @@ def eager(data, optimizer=SGD, *, accumulate=1, scale=1.0, max_grad_norm=None, d
 
 
 @table(1, "options", [{}, PIECES, {"loss_scale": 1024.0}], ids=["graph", "pieces", "scale"])
-def test_accumulation_gives_the_bits_of_eager(options):
+def test_accumulation_trains_as_eager(options):
     step, data = make(accumulate=3, **options), batches(6)
     for batch in data:
         step(*batch)
-    assert_same(step.model.state_dict(), eager(data, accumulate=3, scale=options.get("loss_scale", 1.0))[0].state_dict())
+    reference, _ = eager(data, accumulate=3, scale=options.get("loss_scale", 1.0))
+    assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
 
 
 @table(1, "options", [
