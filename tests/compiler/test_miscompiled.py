@@ -122,22 +122,42 @@ class Called(nn.Module):
         return self.objective(self.layers, *batch)
 
 
-def test_a_moment_that_follows_from_another():
+OPTIMIZERS = {
+    "Adam": {"amsgrad": True}, "AdamW": {"amsgrad": True, "maximize": True}, "RMSprop": {"centered": True, "momentum": 0.9},
+    "Adagrad": {"lr_decay": 0.1}, "Adadelta": {"weight_decay": 0.1}, "Adamax": {}, "NAdam": {"decoupled_weight_decay": True},
+    "RAdam": {}, "Rprop": {}, "ASGD": {}, "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+}
+
+
+def with_an_optimizer_each(kinds):
+    """Return a model of a layer for each kind of torch's optimizers, and those."""
     torch.manual_seed(0)
-    expected, x, y = nn.Linear(8, 3), torch.randn(9, 8), torch.randn(9, 3)
-    model = copy.deepcopy(expected)
-    of_eager, optimizer = (torch.optim.Adam(each.parameters(), 1e-3, amsgrad=True) for each in (expected, model))
-    step = apexfx.train_step(model, F.mse_loss, optimizer, opt_level="O0")
-    for _ in range(2):
+    model = nn.ModuleDict({kind: nn.Linear(8, 3) for kind in kinds})
+    return model, [getattr(torch.optim, kind)(model[kind].parameters(), lr=1e-2, **kinds[kind]) for kind in kinds]
+
+
+def test_state_that_follows_from_other_state():
+    """Moments, largest moments, averages: what an update writes, and computes something else from."""
+    expected, of_eager = with_an_optimizer_each(OPTIMIZERS)
+    model, optimizers = with_an_optimizer_each(OPTIMIZERS)
+
+    def objective(model, x, y):
+        return sum(F.mse_loss(layer(x), y) for layer in model.values())
+
+    step = apexfx.train_step(model, objective=objective, optimizer=optimizers, opt_level="O0")
+    for _ in range(3):
+        x, y = torch.randn(9, 8), torch.randn(9, 3)
         step(x, y)
-        of_eager.zero_grad()
-        F.mse_loss(expected(x), y).backward()
-        of_eager.step()
+        objective(expected, x, y).backward()
+        for each in of_eager:
+            each.step()
+            each.zero_grad()
     assert "is wrong" not in str(step.report)
-    for p, q in zip(model.parameters(), expected.parameters()):
-        for name in ("max_exp_avg_sq", "exp_avg_sq", "exp_avg"):
-            torch.testing.assert_close(optimizer.state[p][name], of_eager.state[q][name], rtol=1e-5, atol=1e-10)
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    for kind, mine, theirs in zip(OPTIMIZERS, optimizers, of_eager):
+        for p, q in zip(model[kind].parameters(), expected[kind].parameters()):
+            states = {"parameter": (p, q), **{name: (mine.state[p][name], x) for name, x in theirs.state[q].items()}}
+            for name, (got, x) in states.items():
+                torch.testing.assert_close(got, x, rtol=1e-4, atol=1e-7, msg=lambda text: f"{kind}, {name}: {text}")
 
 
 class Handed(nn.Module):
