@@ -14,7 +14,7 @@ from .nodes import PASS, argument, graphs, module_path, size_hint, value
 # Collectives whose result may not be read before a wait.
 _ASYNC = tuple(f"_c10d_functional::{name}" for name in (
     "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
-    "reduce_scatter_tensor", "broadcast", "broadcast_"))
+    "all_to_all_single", "reduce_scatter_tensor", "broadcast", "broadcast_"))
 
 
 def namespace(node: fx.Node) -> str:

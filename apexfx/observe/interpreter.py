@@ -14,6 +14,8 @@ from ..graph.collectives import group_name, is_collective, is_wait, namespace, s
 from ..graph.mutation import written
 from ..graph.nodes import op_name, source_line
 
+_ASK_THEIR_RANK = ("apexfx::own_rows", "apexfx::orthogonalize_own")  # of their group, and no more
+
 Observer = Callable[[fx.Node, Any], None]
 
 
@@ -73,7 +75,7 @@ def evaluate(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def of_one_rank(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an op's arguments, such that it talks to no group: ours compute over this rank where the group's name is empty."""
-    if isinstance(target, OpOverload) and target.namespace == "apexfx" and target.name() != "apexfx::own_rows":  # asks its rank
+    if isinstance(target, OpOverload) and target.namespace == "apexfx" and target.name() not in _ASK_THEIR_RANK:
         names = [a.name for a in target._schema.arguments]
         if "group_name" in names:
             place = names.index("group_name")
@@ -98,9 +100,18 @@ def on_one_rank(target: Any, args: tuple[Any, ...]) -> Any:
         return torch.cat([args[0]] * world)
     if "reduce_scatter" in name:
         return args[0].narrow(0, 0, args[0].shape[0] // world) * factor
+    if "all_to_all" in name:
+        sizes = {*args[1], *args[2]}
+        if len(sizes) != 1:
+            raise NotImplementedError(f"apexfx: {target} gives ranks parts of other sizes, and cannot be computed on one alone")
+        return torch.cat([args[0].chunk(world)[dist.get_rank(_group(args[-1]))]] * world)
     return tree_map(lambda t: t * factor if isinstance(t, Tensor) else t, args[0])
 
 
 def world_size(group_name: Any) -> int:
     """Return how many ranks a group has, which a node gives by name or as it is."""
-    return dist.get_world_size(resolve_process_group(group_name)) if isinstance(group_name, str) else group_name.size()
+    return dist.get_world_size(_group(group_name))
+
+
+def _group(group_name: Any) -> dist.ProcessGroup:
+    return resolve_process_group(group_name) if isinstance(group_name, str) else group_name
