@@ -213,10 +213,11 @@ class _Proving:
             try:
                 compared = self._compared(by_code)
                 sizes = dict(zip(compared, scales(list(compared.values()))))
-                wrong = self._beyond_rounding(compared, sizes)
+                wrong, noise = self._beyond_rounding(compared, sizes)
             except Exception as error:  # of any class: an op has no eager form, or none for this
                 return _unproved(self._stage, error)
-            rows = tuple(_row(each, sizes[key], is_wrong=key in wrong) for key, each in compared.items())
+            rows = tuple(_row(each, sizes[key], Errors.of(noise[key]) if key in noise else each.of_ops, is_wrong=key in wrong)
+                         for key, each in compared.items())
             fault = self._described([(compared[key], sizes[key]) for key in wrong]) if wrong else ""
         return _Outcome(Proof(self._stage, rows, time.perf_counter() - begun, fault=fault), outputs)
 
@@ -294,26 +295,28 @@ class _Proving:
             return f"change of {self._nodes[place].meta.get(NAME, self._nodes[place].name)!r}"
         return self._names[key][0]
 
-    def _beyond_rounding(self, compared: Mapping[Key, Compared], sizes: Mapping[Key, Errors]) -> list[Key]:
-        """Return what the code has too far off, and the ops never, on inputs that are a rounding away either.
+    def _beyond_rounding(self, compared: Mapping[Key, Compared], sizes: Mapping[Key, Errors]) -> tuple[
+            list[Key], dict[Key, Tensor]]:
+        """Return what the code has too far off, element by element beside how far the ops bring it on inputs a rounding away.
 
-        That leaves out what turns on a rounding: an element of an update by a gradient that is 0 by its formula, a mask where two
-        values are equal.
+        That leaves out what turns on a rounding: an element of an update by a gradient that is nearly 0, a mask where two values
+        are equal. Of what was suspected, those distances are returned, too.
         """
-        suspects = [key for key, each in compared.items() if is_suspect(each, each.of_ops, sizes[key])]
-        errors, generator = {key: compared[key].of_ops for key in suspects}, torch.Generator().manual_seed(0)
+        suspects = [key for key, each in compared.items() if is_suspect(each, each.of_code, sizes[key])]
+        noise, generator = {key: compared[key].distances(compared[key].ops) for key in suspects}, torch.Generator().manual_seed(0)
+        eps = torch.finfo(self._narrowest).eps
         for _ in range(_PROBES):
             if not suspects:
                 break
             try:
-                probe = self._run_ops([_moved(x, generator) for x in self._inputs], communicates=False)
+                probe = self._run_ops([_moved(x, eps, generator) for x in self._inputs], communicates=False)
             except Exception:  # of any class: what cannot be looked at again is excused by nothing
                 break
             for key in suspects:
                 if key in probe:
-                    errors[key] = errors[key].or_larger(compared[key].errors(probe[key].ops, probe[key].before))
-            suspects = [key for key in suspects if is_suspect(compared[key], errors[key], sizes[key])]
-        return suspects
+                    noise[key] = noise[key].maximum(compared[key].distances(probe[key].ops, probe[key].before))
+            suspects = [key for key in suspects if is_suspect(compared[key], compared[key].beyond(noise[key]), sizes[key])]
+        return suspects, noise
 
     def _described(self, wrong: Sequence[tuple[Compared, Errors]]) -> str:
         """Return what a warning says of tensors that the code has wrong, each given with its size."""
@@ -339,10 +342,10 @@ class _Proving:
                 "the same, verify='off' leaves it out without a word")
 
 
-def _row(each: Compared, size: Errors, *, is_wrong: bool) -> TensorProof:
+def _row(each: Compared, size: Errors, of_ops: Errors, *, is_wrong: bool) -> TensorProof:
     norm, largest = (size.norm or 1.0, size.largest or 1.0)
-    return TensorProof(each.name, each.of_code.norm / norm, each.of_ops.norm / norm, each.of_code.largest / largest,
-                       each.of_ops.largest / largest, is_wrong)
+    return TensorProof(each.name, each.of_code.norm / norm, of_ops.norm / norm, each.of_code.largest / largest,
+                       of_ops.largest / largest, is_wrong)
 
 
 def _name_of_handed(pair: Handed) -> tuple[str, str]:
@@ -371,13 +374,13 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def _moved(x: Any, generator: torch.Generator) -> Any:
-    """Return an input whose floating elements are a rounding away."""
+def _moved(x: Any, eps: float, generator: torch.Generator) -> Any:
+    """Return an input whose floating elements are a rounding away, of its own dtype or of one whose `eps` is larger."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
         return x
     noise = torch.rand(x.shape, generator=generator, device="cpu").to(x.device, torch.float64) * 2 - 1
     moved = _copy(x)
-    return moved.copy_(x.double() * (1 + 2 * torch.finfo(x.dtype).eps * noise)) if _owns_memory(moved) else moved
+    return moved.copy_(x.double() * (1 + 2 * max(eps, torch.finfo(x.dtype).eps) * noise)) if _owns_memory(moved) else moved
 
 
 def _owns_memory(x: Tensor) -> bool:

@@ -16,16 +16,18 @@ TIMES = 10  # the error of the ops: what is farther off is no rounding
 _FLOOR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _ZERO = 1e-2  # of that floor, and of the others' size: less is rounding of a tensor that is 0 by its formula
 _OF_ZERO = 1e-3  # of the others' size: by no less is the error of such a tensor measured
+_NOISE = 3  # times how far the ops bring an element on inputs that are a rounding away: what is farther off is no rounding
 
 
 class Errors(NamedTuple):
-    """Norm and largest element of a difference."""
+    """Norm and largest element of distances."""
 
     norm: float
     largest: float
 
-    def or_larger(self, other: Errors) -> Errors:
-        return Errors(max(self.norm, other.norm), max(self.largest, other.largest))
+    @classmethod
+    def of(cls, distances: Tensor) -> Errors:
+        return cls(float(distances.norm()), float(distances.abs().max())) if distances.numel() else cls(0.0, 0.0)
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Compared:
 
     def __post_init__(self) -> None:
         self.size = self._size()
-        self.of_code, self.of_ops = self._error_of_code(), self.errors(self.ops)
+        self.of_code, self.of_ops = Errors.of(self._distances_of_code()), Errors.of(self.distances(self.ops))
 
     @property
     def is_counted(self) -> bool:
@@ -71,37 +73,36 @@ class Compared:
         if self.is_counted:
             return Errors(math.sqrt(self.wide.numel()), 1.0)
         wide = _real(self.wide) - (_real(self.before).double() if self.before is not None else 0)
-        return _errors(torch.where(wide.isfinite(), wide, 0))
+        return Errors.of(torch.where(wide.isfinite(), wide, 0))
 
-    def errors(self, got: Tensor, before: Tensor | None = None) -> Errors:
-        """Return how far a tensor is from float64's, where both, and the ops, are finite.
+    def distances(self, got: Tensor, before: Tensor | None = None) -> Tensor:
+        """Return how far each element is from float64's: 0 where that, or the ops, lack a number, infinite where `got` alone does.
 
         Args:
             before: what was there, where that is not what `self.before` is.
         """
         if got.shape != self.wide.shape:
-            return Errors(math.inf, math.inf)
+            return torch.full((1,), math.inf)
         if self.is_counted:
-            return _errors((got != self.wide).double())
+            return (got != self.wide).double()
         wide, moved = _real(self.wide), 0
         if before is not None and self.before is not None:
             moved = _real(before).double() - _real(self.before).double()
-        finite = wide.isfinite() & _real(self.ops).isfinite() & _real(got).isfinite()
-        return _errors(torch.where(finite, _real(got).double() - moved - wide, 0))
+        off = (_real(got).double() - moved - wide).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        return torch.where(wide.isfinite() & _real(self.ops).isfinite(), off, 0)
 
-    def _error_of_code(self) -> Errors:
-        """Return how far the code is off: infinitely where it lacks a number, or an infinity, that float64 and the ops have."""
+    def _distances_of_code(self) -> Tensor:
+        """Return how far the code is off, infinitely where it lacks an infinity, or has a number, that float64 and the ops do not."""
+        off = self.distances(self.code)
         if self.is_counted or self.code.shape != self.wide.shape:
-            return self.errors(self.code)
+            return off
         code, ops, wide = _real(self.code), _real(self.ops), _real(self.wide)
-        same = ops.isinf() & (ops.double() == wide)
-        lost = ops.isfinite() & wide.isfinite() & ~code.isfinite() | same & (code != ops)
-        lost |= ops.isnan() & wide.isnan() & code.isfinite()
-        return Errors(math.inf, math.inf) if bool(lost.any()) else self.errors(self.code)
+        lost = ops.isinf() & (ops.double() == wide) & (code != ops) | ops.isnan() & wide.isnan() & code.isfinite()
+        return torch.where(lost, math.inf, off)
 
-
-def _errors(difference: Tensor) -> Errors:
-    return Errors(float(difference.norm()), float(difference.abs().max())) if difference.numel() else Errors(0.0, 0.0)
+    def beyond(self, noise: Tensor) -> Errors:
+        """Return the error of the code less what `noise`, distances of the ops on inputs a rounding away, excuses each element of."""
+        return Errors.of((self._distances_of_code() - _NOISE * noise).nan_to_num(nan=0, posinf=math.inf).clamp(min=0))
 
 
 def _real(x: Tensor) -> Tensor:
@@ -125,11 +126,11 @@ def scales(compared: Sequence[Compared]) -> list[Errors]:
     return found
 
 
-def is_suspect(each: Compared, of_ops: Errors, size: Errors) -> bool:
-    """Return whether the code is farther off than `TIMES` the ops, and than what is looked at at all.
+def is_suspect(each: Compared, of_code: Errors, size: Errors) -> bool:
+    """Return whether an error is more than `TIMES` that of the ops, and than what is looked at at all.
 
     Args:
-        of_ops: the errors of the ops.
+        of_code: the error.
         size: by what errors are measured.
     """
-    return any(code > TIMES * ops and code > each.least * whole for code, ops, whole in zip(each.of_code, of_ops, size))
+    return any(code > TIMES * ops and code > each.least * whole for code, ops, whole in zip(of_code, each.of_ops, size))

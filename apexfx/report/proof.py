@@ -20,7 +20,7 @@ class TensorProof:
     Attributes:
         name: "gradient of 0.weight", "change of 0.weight", "output 3".
         code: the error of the code, norm over norm.
-        ops: that of the graph, op by op, in its own dtypes.
+        ops: that of the graph, op by op, in its own dtypes; where the code was suspected, the largest on inputs a rounding away.
         worst_code, worst_ops: the same of the element that is farthest off, over the largest.
         is_wrong: whether the code is too far off.
     """

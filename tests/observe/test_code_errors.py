@@ -11,7 +11,7 @@ from apexfx.observe.code_errors import Compared, is_suspect, scales
 
 
 def suspects(*compared):
-    return [each.name for each, size in zip(compared, scales(compared)) if is_suspect(each, each.of_ops, size)]
+    return [each.name for each, size in zip(compared, scales(compared)) if is_suspect(each, each.of_code, size)]
 
 
 def of(name, code, ops, wide, before=None, kind="gradient", narrowest=torch.float32):
@@ -67,3 +67,15 @@ def test_integers_masks_and_complex_numbers():
     assert not suspects(of("mask", ~mask, ~mask, mask))  # float64 has decided otherwise, and so have the ops
     assert suspects(Compared("z", "output", z.conj(), z, z.to(torch.complex128)))
     assert not suspects(Compared("z", "output", z, z, z.to(torch.complex128)))
+
+
+def test_what_moves_on_inputs_a_rounding_away_excuses_its_element_alone():
+    update = torch.full((8,), 1e-3)
+    flipped, other = update.clone(), update.clone()
+    flipped[0], other[1] = -1e-3, 2e-3
+    noise = torch.zeros(8, dtype=torch.float64)
+    noise[0] = 2e-3
+    for code, expected in ((flipped, False), (other, True)):
+        each = of("update", code, update, update)
+        [size] = scales([each])
+        assert is_suspect(each, each.of_code, size) and is_suspect(each, each.beyond(noise), size) == expected
