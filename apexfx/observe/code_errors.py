@@ -76,7 +76,7 @@ class Compared:
         return Errors.of(torch.where(wide.isfinite(), wide, 0))
 
     def distances(self, got: Tensor, before: Tensor | None = None) -> Tensor:
-        """Return how far each element is from float64's: 0 where that, or the ops, lack a number, infinite where `got` alone does.
+        """Return how far each element is from float64's: 0 where that or the ops lack a number, infinite where `got` alone does.
 
         Args:
             before: what was there, where that is not what `self.before` is.
@@ -92,7 +92,7 @@ class Compared:
         return torch.where(wide.isfinite() & _real(self.ops).isfinite(), off, 0)
 
     def _distances_of_code(self) -> Tensor:
-        """Return how far the code is off, infinitely where it lacks an infinity, or has a number, that float64 and the ops do not."""
+        """Return how far the code is off: infinitely, too, where float64 and the ops have an infinity or nan, and it has not."""
         off = self.distances(self.code)
         if self.is_counted or self.code.shape != self.wide.shape:
             return off
@@ -101,7 +101,7 @@ class Compared:
         return torch.where(lost, math.inf, off)
 
     def beyond(self, noise: Tensor) -> Errors:
-        """Return the error of the code less what `noise`, distances of the ops on inputs a rounding away, excuses each element of."""
+        """Return the error of the code beyond what `noise` excuses: distances of the ops on inputs that are a rounding away."""
         return Errors.of((self._distances_of_code() - _NOISE * noise).nan_to_num(nan=0, posinf=math.inf).clamp(min=0))
 
 
