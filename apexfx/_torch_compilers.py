@@ -62,6 +62,7 @@ from torch._inductor.debug import reset_provenance_globals as keep_kernels  # wi
 from torch._inductor.decomposition import select_decomp_table as inductor_decompositions
 from torch._inductor.fx_passes import reinplace as inductor_reinplace
 from torch._inductor.graph import GraphLowering
+from torch._inductor.loop_body import LoopBody, MemoryUsageType
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
 from torch._inductor.scheduler import Scheduler, SchedulerNode
@@ -241,14 +242,17 @@ def keep_order_of_writes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_loops() -> Iterator[None]:
-    """Have loops of Inductor's C++ compute each element, and each row from its own values. In two places 2.13 does not:
+    """Have loops of Inductor's C++ compute each element, and each row from its own values. In three places 2.13 does not:
 
     - A loop over rows that keeps a row to itself, and is tiled, computes several, and then reads the last one's values for all
       (pytorch#185702; 2.14 has the same check as this).
     - A loop that is split by a divisor of an index leaves out what is beyond the last whole part (pytorch#195582): memory that
       nothing has written is read in its place.
+    - Where a row to keep is one that was written over another buffer, loops are asked where they read it, which they do by that
+      other's name: a KeyError (pytorch#188228).
     """
     check, split = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr, CppScheduling.try_loop_split
+    where_read = LoopBody.get_read_expr
 
     @functools.wraps(check)
     def check_rows(self: OuterLoopFusedSchedulerNode, kernels: Sequence[Any], depth: int) -> bool:
@@ -266,8 +270,13 @@ def whole_loops() -> Iterator[None]:
                 node.restore_loop_state(state)
         return after
 
+    @functools.wraps(where_read)
+    def where_read_if_at_all(self: LoopBody, name: str) -> Any:
+        return where_read(self, name) if any(entry.buffer_name == name for entry in self.memory_usage[MemoryUsageType.LOAD]) else None
+
     with mock.patch.object(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", check_rows), \
-            mock.patch.object(CppScheduling, "try_loop_split", split_evenly):
+            mock.patch.object(CppScheduling, "try_loop_split", split_evenly), \
+            mock.patch.object(LoopBody, "get_read_expr", where_read_if_at_all):
         yield
 
 

@@ -160,6 +160,20 @@ def test_state_that_follows_from_other_state():
                 torch.testing.assert_close(got, x, rtol=1e-4, atol=1e-7, msg=lambda text: f"{kind}, {name}: {text}")
 
 
+class Masked(nn.Module):
+    """A softmax of scores behind a mask that is written by indices."""
+
+    def forward(self, x):
+        mask = torch.full((8, 8), -10000.0)
+        mask[torch.arange(8).unsqueeze(0), torch.arange(8).unsqueeze(1)] = 0
+        return torch.softmax(x + mask, -1)
+
+
+def test_code_of_a_mask_that_is_written_by_indices():
+    x = torch.randn(8, 8)
+    torch.testing.assert_close(apexfx.transform(Masked(), opt_level="O0")(x), Masked()(x))
+
+
 class Handed(nn.Module):
     """Two buffers, of which one takes what the other was."""
 

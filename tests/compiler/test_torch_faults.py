@@ -525,6 +525,17 @@ def loops_split_unevenly() -> bool:
     return differ(padded, lambda: (torch.randn(3, 50, 9), torch.randn(50), torch.randn(50, 10)), "inductor")
 
 
+@fault("code that keeps rows written over another buffer is not made", 188228, 196570, slow=True,
+       ours="_torch_compilers.py whole_loops")
+def rows_written_over_others() -> bool:
+    def masked(x):
+        mask = torch.full((8, 8), -10000.0)
+        mask[torch.arange(8).unsqueeze(0), torch.arange(8).unsqueeze(1)] = 0
+        return torch.softmax(x + mask, -1)
+
+    return raises("KeyError", lambda: compiled(masked, "inductor")(torch.randn(8, 8)))
+
+
 @fault("a write by a mask behind one by rows is done in front of it", slow=True, ours="_torch_compilers.py keep_written_values")
 def rows_then_a_mask() -> bool:
     def written(x, rows, mask):
