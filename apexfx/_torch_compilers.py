@@ -272,7 +272,8 @@ def whole_loops() -> Iterator[None]:
 
     @functools.wraps(where_read)
     def where_read_if_at_all(self: LoopBody, name: str) -> Any:
-        return where_read(self, name) if any(entry.buffer_name == name for entry in self.memory_usage[MemoryUsageType.LOAD]) else None
+        reads = {entry.buffer_name for entry in self.memory_usage[MemoryUsageType.LOAD]}
+        return where_read(self, name) if name in reads else None
 
     with mock.patch.object(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", check_rows), \
             mock.patch.object(CppScheduling, "try_loop_split", split_evenly), \
