@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -228,8 +228,7 @@ class HoldCompared(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for other in self._others:
             other(graph)
-        held = [source for node in graph.nodes if node.target in _COMPARISONS
-                for source in _may_equal(node.args[0]) & _may_equal(node.args[1])]
+        held = [source for node in graph.nodes if node.target in _COMPARISONS for source in _may_equal(*node.args[:2])]
         for source in dict.fromkeys(held):
             with graph.inserting_after(source):
                 copy = call(graph, torch.ops.apexfx.held_copy.default, (source,), like=source)
@@ -240,19 +239,28 @@ class HoldCompared(CustomGraphPass):
         return None if None in uuids else "+".join([package_digest(), *map(str, uuids)])
 
 
-def _may_equal(node: Any) -> set[fx.Node]:
-    """Return the floating values that are computed in a graph, of which a value has elements as they are, or rounded."""
-    sources, stack, seen = set(), [node], set()
+def _may_equal(one: Any, other: Any) -> set[fx.Node]:
+    """Return the values of a graph, as near as can be, of which both of two values have elements as they are, or rounded."""
+    others = _taken_from(other)
+    return _taken_from(one, others) & others
+
+
+def _taken_from(node: Any, stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Return the floating values that are computed in a graph, of which a value has elements as they are, or rounded, with it.
+
+    Args:
+        stop: values beyond which nothing is looked for.
+    """
+    found, stack = set(), [node]
     while stack:
         node = stack.pop()
-        if not isinstance(node, fx.Node) or node in seen:
+        if not isinstance(node, fx.Node) or node.op != "call_function" or node in found:
             continue
-        seen.add(node)
-        if canonical_name(node.target) in _AS_THEY_ARE:
+        if isinstance(value(node), Tensor) and value(node).is_floating_point():
+            found.add(node)
+        if node not in stop and canonical_name(node.target) in _AS_THEY_ARE:
             stack += node.all_input_nodes
-        elif node.op == "call_function" and isinstance(value(node), Tensor) and value(node).is_floating_point():
-            sources.add(node)
-    return sources
+    return found
 
 
 def resolve_negated_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any],

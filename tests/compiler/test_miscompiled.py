@@ -37,12 +37,12 @@ class Compared(nn.Module):
                    for kind, form in [name.split(", ")])
 
 
-def gradients(model, objective, *batch, how="eager", opt_level="O0"):
+def gradients(model, objective, *batch, how="eager", opt_level="O0", **options):
     """Return the gradients that a model gets, by name, in float64."""
     model = copy.deepcopy(model)
     if how == "step":
         step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), 0.0), keep_grads=True,
-                                 opt_level=opt_level)
+                                 opt_level=opt_level, **options)
         step(*batch)
         assert "is wrong" not in str(step.report)  # it is the code that is right
     else:
@@ -65,6 +65,27 @@ def test_what_is_compared_with_its_own_maximum_gets_its_gradient(how, kinds):
     model, x = Compared(kinds), torch.randn(64, 8)
     expected = gradients(copy.deepcopy(model).double(), lambda model, x: model(x), x.double())
     assert off(gradients(model, lambda model, x: model(x), x, how=how), expected) == {}
+
+
+class Lowest(nn.Module):
+    """Rows beside the lowest of them, in half at O2: a batch norm computes in float32 and rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(1), nn.Linear(1, 17)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.layer(h - h.amin(0, keepdim=True)).square().mean()
+
+
+def test_what_is_compared_with_its_own_least_after_it_was_rounded():
+    torch.manual_seed(0)
+    model, x = Lowest(), torch.randn(17, 1)
+    expected = gradients(copy.deepcopy(model).double(), lambda model, x: model(x), x.double())
+    got = gradients(model, lambda model, x: model(x), x, how="step", opt_level="O2", dtype=torch.float16)
+    for name, g in expected.items():
+        torch.testing.assert_close(got[name], g, rtol=2e-2, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def rows_then_mask(h, rows, mask):
