@@ -6,6 +6,8 @@ A graph whose code is wrong runs op by op from then on.
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from ..graph.collectives import group_name, starts_collective
 from ..graph.inputs import gradient_outputs
 from ..graph.liveness import Liveness
 from ..graph.mutation import storages, written, written_storages
-from ..graph.nodes import KIND, NAME, value
+from ..graph.nodes import KIND, NAME, TRACED_UPDATE, value
 from ..graph.printing import count_text, first_names
 from ..host_memory import free_bytes, give_back_memory
 from ..observe.beside_float64 import BesideFloat64, CallsOfCode, Handed, OpByOp
@@ -39,6 +41,8 @@ _BEFORE = "its code was proved when it was made, and comes from the compile cach
 _IN_CPP = "its code was not compared with it, as it communicates from C++ (cpp_wrapper=True)"
 _CUDA_GRAPHS = "its code was not compared with it, as CUDA graphs record it"
 _REPORT = "Please report it, with the program; inner='eager' is as fast then, and compiles nothing"
+
+_GRADIENT = 3  # times how far off the ops have a gradient: so far it is moved for what turns on that
 
 Key = tuple[str, int]  # "output", "change", "memory" (of an output) or "handed", and the place among them
 
@@ -190,6 +194,7 @@ class _Proving:
         self._handed: Mapping[Any, Sequence[list[Any]]] = {}
         self._order = {node: place for place, node in enumerate(gm.graph.nodes)}
         self._updated: set[int] = set()  # inputs that ops write which were handed the code's own gradients
+        self._gradients_read: dict[fx.Node, float] = {}  # by traced updates, and their largest element
         self._names: dict[Key, tuple[str, str]] = {}  # of what is handed over: what it is, and its role
 
     def run(self, *, insists: bool) -> _Outcome:
@@ -263,8 +268,11 @@ class _Proving:
         return found
 
     def _compared(self, by_code: Mapping[Key, Tensor]) -> dict[Key, Compared]:
-        compared, values = {}, self._run_ops(self._inputs)
+        compared, values = {}, self._run_ops(self._inputs, self._note_gradient)
+        overflows = not math.isfinite(sum(self._gradients_read.values()))  # and the ops, unlike the code maybe, skip the update
         for key, each in values.items():
+            if overflows and key[0] == "change":
+                continue
             code = each.code if each.code is not None else by_code[key]
             if key[0] == "memory" and (torch.equal(code, each.ops) or int(code) < 0):  # memory of its own is as good
                 continue
@@ -273,6 +281,11 @@ class _Proving:
                 compared[key] = Compared(self._named(key), self._kind(key), code, *each[:3],
                                          narrowest=each.wide.dtype if is_plain else self._narrowest)
         return compared
+
+    def _note_gradient(self, node: fx.Node, ops: Any, wide: Any) -> None:
+        """Note how large a gradient is that a traced update reads."""
+        if TRACED_UPDATE in node.meta and ops.numel():
+            self._gradients_read[node] = float(ops.abs().max())
 
     def _kind(self, key: Key) -> str:
         """Return of which tensors the sizes may be compared with that of one."""
@@ -299,17 +312,26 @@ class _Proving:
             list[Key], dict[Key, Tensor]]:
         """Return what the code has too far off, element by element beside how far the ops bring it on inputs a rounding away.
 
-        That leaves out what turns on a rounding: an element of an update by a gradient that is nearly 0, a mask where two values
-        are equal. Of what was suspected, those distances are returned, too.
+        That leaves out what turns on a rounding: a mask where two values are equal, an element of a traced update by a gradient
+        that is nearly 0, for which gradients are moved, too. Of what was suspected, those distances are returned, too.
         """
+        sizes_read = self._gradients_read.values()
+        usual = statistics.median(sizes_read) or max(sizes_read) if sizes_read else 0.0
         suspects = [key for key, each in compared.items() if is_suspect(each, each.of_code, sizes[key])]
         noise, generator = {key: compared[key].distances(compared[key].ops) for key in suspects}, torch.Generator().manual_seed(0)
         eps = torch.finfo(self._narrowest).eps
+
+        def moved(node: fx.Node, ops: Any, wide: Any) -> Tensor | None:
+            if node not in self._gradients_read:
+                return None
+            most = _GRADIENT * float((ops.double() - wide).abs().max()) + 2 * eps * max(float(ops.abs().max()), usual)
+            return ops + (most * _noise_like(ops, generator)).to(ops.dtype)
+
         for _ in range(_PROBES):
             if not suspects:
                 break
             try:
-                probe = self._run_ops([_moved(x, eps, generator) for x in self._inputs], communicates=False)
+                probe = self._run_ops([_moved(x, eps, generator) for x in self._inputs], moved, communicates=False)
             except Exception:  # of any class: what cannot be looked at again is excused by nothing
                 break
             for key in suspects:
@@ -378,9 +400,13 @@ def _moved(x: Any, eps: float, generator: torch.Generator) -> Any:
     """Return an input whose floating elements are a rounding away, of its own dtype or of one whose `eps` is larger."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
         return x
-    noise = torch.rand(x.shape, generator=generator, device="cpu").to(x.device, torch.float64) * 2 - 1
-    moved = _copy(x)
-    return moved.copy_(x.double() * (1 + 2 * max(eps, torch.finfo(x.dtype).eps) * noise)) if _owns_memory(moved) else moved
+    moved, most = _copy(x), 2 * max(eps, torch.finfo(x.dtype).eps)
+    return moved.copy_(x.double() * (1 + most * _noise_like(x, generator))) if _owns_memory(moved) else moved
+
+
+def _noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return numbers between -1 and 1, in float64."""
+    return torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) * 2 - 1
 
 
 def _owns_memory(x: Tensor) -> bool:

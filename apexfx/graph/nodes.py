@@ -49,6 +49,8 @@ OUTSIDE_OF_MODEL = "apexfx_outside_of_model"
 OF_STEP = "apexfx_of_step"
 # Meta key of a node on which the pass precision has decided: the rule's kind and family, and why it holds.
 RULE = "apexfx_rule"
+# Meta key of a gradient that an update reads which is ops of the graph.
+TRACED_UPDATE = "apexfx_traced_update"
 # Meta key: the pass that put a node in.
 PASS = "apexfx_pass"
 # What a new node inherits from the node that caused it: where it comes from in the user's program.

@@ -73,7 +73,8 @@ class BesideFloat64(Interpreter):
     Args:
         gm: the graph.
         handed: what the code handed over, as `CallsOfCode` has it; what the ops get is theirs without it.
-        observe: called with each node that calls something, and its values in both dtypes.
+        observe: called with each node that calls something, and its values in both dtypes; what it returns, if not None, is what
+            the ops get in the place of theirs.
 
     Attributes:
         pairs: of what was handed over.
@@ -81,7 +82,7 @@ class BesideFloat64(Interpreter):
     """
 
     def __init__(self, gm: fx.GraphModule, handed: Mapping[Any, Sequence[list[Tensor]]] | None = None,
-                 observe: Callable[[fx.Node, Any, Any], None] | None = None) -> None:
+                 observe: Callable[[fx.Node, Any, Any], Any] | None = None) -> None:
         super().__init__(gm)
         self._dtypes = wider_dtypes(torch.float64)
         self._handed = {target: list(calls) for target, calls in (handed or {}).items()}
@@ -107,8 +108,8 @@ class BesideFloat64(Interpreter):
             (args, kwargs), (wide_args, wide_kwargs) = self._as_handed(n, handed, (args, kwargs), (wide_args, wide_kwargs))
         result = self._narrow(n, args, kwargs)
         self._wide[n] = self._evaluate(n, result, (args, kwargs), (wide_args, wide_kwargs))
-        if self._observe is not None:
-            self._observe(n, result, self._wide[n])
+        if self._observe is not None and (other := self._observe(n, result, self._wide[n])) is not None:
+            result = other
         for dead in self.user_to_last_uses.get(n, ()):
             self._wide.pop(dead, None)
         return result

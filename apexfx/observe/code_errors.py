@@ -110,19 +110,22 @@ def _real(x: Tensor) -> Tensor:
 
 
 def scales(compared: Sequence[Compared]) -> list[Errors]:
-    """Return by what the error of each tensor is measured: its own size, or, where that is 0 by its formula, what others have."""
-    sizes: dict[str, list[float]] = {}
+    """Return by what the error of each tensor is measured: its own size, or, where that is 0 by its formula, what others have.
+
+    Where theirs is 0, too, it is the rounding of the ops.
+    """
+    kinds: dict[str, list[Compared]] = {}
     for each in compared:
         if not each.is_counted and each.wide.numel() > 1:
-            sizes.setdefault(each.kind, []).append(each.size.norm / math.sqrt(each.wide.numel()))
+            kinds.setdefault(each.kind, []).append(each)
+    usual = {kind: statistics.median(x.size.norm / math.sqrt(x.wide.numel()) for x in found) for kind, found in kinds.items()}
+    rounding = {kind: max(x.of_ops.norm / math.sqrt(x.wide.numel()) for x in found) for kind, found in kinds.items()}
     found = []
     for each in compared:
-        usual = statistics.median(sizes[each.kind]) if each.kind in sizes and not each.is_counted else 0.0
-        others = usual * math.sqrt(each.wide.numel())
-        if each.wide.numel() > 1 and each.size.norm < _ZERO * each.least * others:
-            found.append(Errors(_OF_ZERO * others / each.least, _OF_ZERO * usual / each.least))
-        else:
-            found.append(each.size)
+        count, others = math.sqrt(each.wide.numel()), usual.get(each.kind, 0.0)
+        least = _OF_ZERO * others or TIMES * rounding.get(each.kind, 0.0)
+        is_zero = count > 1 and not each.is_counted and each.size.norm <= _ZERO * each.least * others * count
+        found.append(Errors(least * count / each.least, least / each.least) if is_zero else each.size)
     return found
 
 

@@ -12,7 +12,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from ..config import HALVES
 from ..graph.inputs import apply_node, trained_inputs
 from ..graph.mutation import storages, written_storages
-from ..graph.nodes import CASTS, before_upcast, call, fake_mode, inline, insert_after, value
+from ..graph.nodes import CASTS, TRACED_UPDATE, before_upcast, call, fake_mode, inline, insert_after, value
 from ..ops.apply_gradients import Plan, plan_of
 from ..optimizers.end_of_step import run_parts
 from .base import Pass
@@ -58,6 +58,8 @@ class UnscaleClipUpdate(Pass):
         written = written_storages(gm)
         memory |= storages([value(node) for node in gm.graph.find_nodes(op="placeholder")]) & written
         own = [_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in _as_read(plan, grads, written)]
+        for g in (g for part in plan.updates if part.is_traced for g in own[part.first:part.last] if g is not None):
+            g.meta[TRACED_UPDATE] = True
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
             traced = any(part.is_traced for part in plan.updates)

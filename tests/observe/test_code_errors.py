@@ -41,6 +41,13 @@ def test_what_is_zero_by_its_formula_is_measured_by_the_others():
     assert suspects(*others, of("bias", zero + 1e-1, zero, zero)) == ["bias"]
 
 
+def test_where_all_is_zero_by_its_formula_rounding_is_measured_by_rounding():
+    zero = torch.zeros_like(X)
+    rounding = of("bias", zero, zero + 1e-4, zero)
+    assert suspects(rounding, of("weight", zero + 1e-4, zero, zero)) == []
+    assert suspects(rounding, of("weight", zero + 1e2, zero, zero)) == ["weight"]
+
+
 def test_a_lost_update_is_told_beside_one_that_is_larger():
     before, moved = X.clone(), X + 1e-5
     step = of("step", torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([0.0]), kind="change")
