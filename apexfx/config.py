@@ -206,6 +206,7 @@ class TransformConfig:
     fullgraph: bool = False
     dynamic: bool | None = None
     verify: str = "auto"
+    check_indices: bool | None = None
     methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -219,7 +220,7 @@ class TransformConfig:
         _one_of("verify", self.verify, VERIFY_LEVELS)
         for name in ("sync_bn", "fullgraph"):
             _expect(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
-        for name in ("keep_batchnorm_fp32", "dynamic"):
+        for name in ("keep_batchnorm_fp32", "dynamic", "check_indices"):
             _expect(name, getattr(self, name), isinstance(getattr(self, name), (bool, type(None))), "True, False or None")
         _expect("ddp", self.ddp, isinstance(self.ddp, (bool, BucketConfig)), "True, False or a BucketConfig")
         if self.dtype is not None:

@@ -62,6 +62,9 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
         verify: "auto" (default): the code that Inductor makes of a graph is compared with the graph at its first call, where
             memory does (docs/proof.md); "code": whatever memory there is; "off": not at all; "final": as "auto", and all
             invariants after each stage; "each": also every pass on the real inputs.
+        check_indices: None (default): labels and indices that come in with a batch on the CPU are looked at before each call, and
+            an IndexError names tensor, number and op where one is out of range; True: on a device, too, for which the call
+            waits; False: not at all.
         methods: names of methods other than forward that run as graphs, too: `("encode", "decode")`. All others run as they are
             written where they are called from outside, with no pass over them.
 

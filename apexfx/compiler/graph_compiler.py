@@ -24,6 +24,7 @@ from ..graph.unused_gradients import Dependencies
 from ..report.data import Report
 from . import capture, torch_faults
 from .backward_stage import BackwardPasses
+from .index_ranges import IndexRanges
 from .model_index import ModelIndex
 from .process_groups import Groups
 from .refusals import HOOKS_CHANGED, check_not_in_ddp
@@ -78,6 +79,7 @@ class GraphCompiler:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         placeholders = read_inputs(gm, example_inputs, self.config, self.index)
+        check_indices = IndexRanges(gm, placeholders, self.config.check_indices)
         records = capture.records_gradients(gm)
         trains = records and any(p.requires_grad for p in placeholders)
         averages = trains and self.reduce_gradients and self.groups.gradients is not None
@@ -104,7 +106,7 @@ class GraphCompiler:
         compiled = graph.compile(BackwardPasses(graph.pipeline, graph.record, placeholders, graph.uuid, graph.key), self.report)
         if in_forward and self.agreement is not None:
             compiled = _compared(compiled, self.agreement, communication)
-        return self._guarded(compiled, placeholders, communication, dependencies, written, uneven=uneven)
+        return self._guarded(compiled, placeholders, communication, dependencies, written, check_indices, uneven=uneven)
 
     def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                              example_inputs: Sequence[Any]) -> None:
@@ -126,7 +128,7 @@ class GraphCompiler:
                 "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
 
     def _guarded(self, compiled: Callable[..., Any], placeholders: Sequence[Placeholder], communication: Communication,
-                 dependencies: Dependencies | None, written: Sequence[int], *,
+                 dependencies: Dependencies | None, written: Sequence[int], check_indices: IndexRanges, *,
                  uneven: bool) -> Callable[..., Any]:
         """Wrap what runs on every call: checks before it, provenance of gradients after it.
 
@@ -134,6 +136,7 @@ class GraphCompiler:
             communication: of forward and backward.
             dependencies: of the graph's outputs on its inputs; None where autograd records nothing of it.
             written: the inputs that the graph writes; what shares their memory may not change.
+            check_indices: of the batch.
             uneven: a backward may give some parameters a gradient and others none.
         """
         sync, index = self.gradient_sync, self.index
@@ -149,6 +152,7 @@ class GraphCompiler:
             index.note_run([args[place] for place in held])  # Dynamo may run one graph with several layers of one class
             if check_memory is not None:
                 check_memory(args)
+            check_indices(args)
             if sync is not None:
                 check_not_in_ddp()
             if dependencies is None:

@@ -19,6 +19,7 @@ from .. import passes
 from .._torch import FakeTensorMode, PlainAOTOutput, set_grad_enabled
 from .._torch_compilers import keep_sequence_numbers
 from ..compiler.backward_stage import BackwardPasses
+from ..compiler.index_ranges import IndexRanges
 from ..compiler.model_index import ModelIndex
 from ..compiler.pipeline import warn_unmatched
 from ..compiler.process_groups import Groups
@@ -138,6 +139,7 @@ class StepCompiler:
         _switch_gradients_on(gm)
         placeholders = read_inputs(gm, example_inputs, self.config, self.step.index, is_train_step=True)
         check_plain(placeholders, example_inputs)
+        check_indices = IndexRanges(gm, placeholders, self.config.check_indices)
         _check_no_backward(gm)
         check_functions(gm)
         leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
@@ -194,7 +196,7 @@ class StepCompiler:
         # What each call looks at before it runs.
         check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
-        return self._guarded(compiled, step_passes.prover, before_communicating, waits, check_memory, leaves,
+        return self._guarded(compiled, step_passes.prover, before_communicating, waits, check_memory, check_indices, leaves,
                              functools.partial(self.on_loss, is_mean=is_mean, present=reached), shards)
 
     def _note_change(self) -> None:
@@ -255,7 +257,8 @@ class StepCompiler:
 
     def _guarded(self, compiled: Callable[..., Any], prover: Prover | None, before_communicating: Callable[[], None],
                  waits: Callable[[], contextlib.AbstractContextManager[None]], check_memory: MemoryCheck | None,
-                 leaves: Sequence[Placeholder], on_loss: Callable[[], None], shards: dict[int, Any]) -> Callable[..., Any]:
+                 check_indices: IndexRanges, leaves: Sequence[Placeholder], on_loss: Callable[[], None],
+                 shards: dict[int, Any]) -> Callable[..., Any]:
         """Check the inputs of each run, and have the ranks compare what it communicates.
 
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
@@ -282,6 +285,7 @@ class StepCompiler:
                 check_leaf(leaf.name, args[leaf.index])
             if check_memory is not None:
                 check_memory(args)
+            check_indices(args)
             on_loss()
             if not self._runs:
                 raise NotRun
