@@ -20,7 +20,7 @@ out, and `passes=(MyPass(),)` adds your own ([how to write one](architecture.md#
 
 The numeric tier says what a pass may change: nothing (`bitwise`), the order of sums (`reassociates`), or dtypes
 (`changes_dtype`). `verify="each"` runs the graph before and after every pass and holds it to that.
-`python -m apexfx passes NAME` prints all about one pass.
+`python -m apexfx passes NAME` prints all about one pass: limits, reasons and arguments.
 
 Made by `python -m apexfx passes --markdown > docs/passes.md`; do not edit.
 """
@@ -61,12 +61,12 @@ def markdown() -> str:
 
 
 def _docstring(text: str) -> Iterator[str]:
-    """Yield a docstring as Markdown without its lists of arguments: the Before/After block as code."""
-    for block in text.split("\n\n"):
+    """Yield the summary of a docstring, and its Before/After block as code."""
+    summary, *blocks = text.split("\n\n")
+    yield from (summary, "")
+    for block in blocks:
         if block.startswith("Before:"):
             yield from ("```text", block, "```", "")
-        elif not block.startswith(("Args:", "Attributes:", "Raises:", "Returns:")):
-            yield from (block, "")
 
 
 def _rule_rows() -> Iterator[tuple[str, str, str, str]]:
