@@ -199,7 +199,7 @@ def _empty_folder():
 
 def _apex_names() -> str:
     """Return Apex's modules and names, each imported just now: the module that it is of, or what the error says to use."""
-    rows = []
+    rows, missing = [], {}
     public = names_of_apex.PUBLIC
     compat.install(force=True)
     try:
@@ -212,10 +212,10 @@ def _apex_names() -> str:
                 if names:
                     rows.append(f"- `{module}` is {here}: {', '.join(f'`{name}`' for name in names)}")
             except ModuleNotFoundError as error:
-                rows.append(f"- `{module}` is not here: {str(error).partition('; ')[2]}")
+                missing.setdefault(str(error).partition("; ")[2], []).append(f"`{module}`")
     finally:
         compat.uninstall()
-    return "\n".join(rows)
+    return "\n".join([*rows, *(f"- not {', '.join(modules)}: {advice}" for advice, modules in missing.items())])
 
 
 if __name__ == "__main__":
