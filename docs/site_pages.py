@@ -51,7 +51,7 @@ def _place(source: str) -> str:
     """Return the path on the site of a file of the repository."""
     if source == "README.md":
         return "index.md"
-    return source.removeprefix("docs/") if source.endswith(".md") else f"{source}.md"
+    return source.removeprefix("docs/") if source.endswith((".md", ".svg")) else f"{source}.md"
 
 
 def _text(source: str) -> str:
