@@ -199,7 +199,7 @@ def _empty_folder():
 
 def _apex_names() -> str:
     """Return Apex's modules and names, each imported just now: the module that it is of, or what the error says to use."""
-    rows, missing = [], {}
+    rows, same, missing = [], [], {}
     public = names_of_apex.PUBLIC
     compat.install(force=True)
     try:
@@ -209,12 +209,15 @@ def _apex_names() -> str:
                 found = importlib.import_module(module)
                 assert all(hasattr(found, name) for name in names), module
                 here = f"`{names_of_apex.resolve(module) or 'apexfx'}`"
-                if names:
+                if names and set(names) <= set(public.get(module.rpartition(".")[0], "").split()):
+                    same.append(f"`{module}`")
+                elif names:
                     rows.append(f"- `{module}` is {here}: {', '.join(f'`{name}`' for name in names)}")
             except ModuleNotFoundError as error:
                 missing.setdefault(str(error).partition("; ")[2], []).append(f"`{module}`")
     finally:
         compat.uninstall()
+    rows.append(f"- with names of the package above: {', '.join(same)}")
     return "\n".join([*rows, *(f"- not {', '.join(modules)}: {advice}" for advice, modules in missing.items())])
 
 

@@ -56,7 +56,7 @@ def markdown() -> str:
                                                 headers=("level", "what it means"), tablefmt="github"), ""]
     parts += ["## The rules of O1", "",
               "Ops by what happens to their floating arguments. Those that take whatever dtype comes are left out here.", "",
-              tabulate(list(_rule_rows()), headers=("rule", "family", "why", "ops"), tablefmt="github"), ""]
+              *(f"- **{rule}**, {family} ({why}): {ops}" for rule, family, why, ops in _rule_rows()), ""]
     return "\n".join(parts)
 
 
