@@ -19,8 +19,8 @@ made from it, and step passes the graph of a whole training step. They run in th
 out, and `passes=(MyPass(),)` adds your own ([how to write one](architecture.md#write-a-pass-in-ten-lines)).
 
 The numeric tier says what a pass may change: nothing (`bitwise`), the order of sums (`reassociates`), or dtypes
-(`changes_dtype`). `verify="each"` runs the graph before and after every pass and holds it to that.
-`python -m apexfx passes NAME` prints all about one pass: limits, reasons and arguments.
+(`changes_dtype`). `verify="each"` runs the graph before and after every pass and holds it to that. Below the table is a
+graph before and after each; `python -m apexfx passes NAME` prints all about one pass.
 
 Made by `python -m apexfx passes --markdown > docs/passes.md`; do not edit.
 """
@@ -51,7 +51,7 @@ def markdown() -> str:
     parts = [_HEADING, tabulate([{**row, "pass": f"[{row['pass']}](#{row['pass']})"} for row in rows], headers="keys",
                                 tablefmt="github"), ""]
     for row, entry in zip(rows, passes.TABLE):
-        parts += [f"## {row['pass']}", "", *_docstring(inspect.getdoc(entry.pass_type) or ""), ""]
+        parts += [f"## {row['pass']}", "", *_before_and_after(inspect.getdoc(entry.pass_type) or "")]
     parts += ["## The opt levels", "", tabulate([(name, level.summary) for name, level in OPT_LEVELS.items()],
                                                 headers=("level", "what it means"), tablefmt="github"), ""]
     parts += ["## The rules of O1", "",
@@ -60,11 +60,9 @@ def markdown() -> str:
     return "\n".join(parts)
 
 
-def _docstring(text: str) -> Iterator[str]:
-    """Yield the summary of a docstring, and its Before/After block as code."""
-    summary, *blocks = text.split("\n\n")
-    yield from (summary, "")
-    for block in blocks:
+def _before_and_after(text: str) -> Iterator[str]:
+    """Yield the Before/After block of a docstring as code."""
+    for block in text.split("\n\n"):
         if block.startswith("Before:"):
             yield from ("```text", block, "```", "")
 
