@@ -13,6 +13,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import setuptools
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # as pyproject.toml says, which a build without isolation does not read
+    raise SystemExit(f"apexfx: setuptools {setuptools.__version__} was found, expected 77.0.3 or newer; run "
+                     "`pip install -U setuptools`, or leave out --no-build-isolation")
+
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext

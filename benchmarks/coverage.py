@@ -1,4 +1,4 @@
-"""Train programs and a zoo of models, and write docs/coverage.md: what is right, refused or broken, and how close to eager.
+"""Train programs and a zoo of models, and write benchmarks/results/coverage.md: what is right or refused, and how close to eager.
 
     python benchmarks/coverage.py --inner eager inductor --models residual_cnn llama --json out/coverage.json
 
@@ -118,7 +118,7 @@ def errors(found: Run, expected: Run) -> dict[str, float]:
 
 
 def page(results: dict[str, dict[str, Any]], half: str) -> str:
-    """Return docs/coverage.md."""
+    """Return benchmarks/results/coverage.md."""
     measured = ROOT / "benchmarks" / "results" / "programs.json"
     ratios = json.loads(measured.read_text()) if measured.exists() else {}
     inners = [i for i in ("eager", "inductor") if any(key.split("/")[2] == i for key in results)]
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--inner", nargs="+", default=["eager"], choices=["eager", "inductor"])
     parser.add_argument("--half", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--json", type=Path, default=ROOT / "out" / "coverage.json", help="results so far")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "coverage.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "results" / "coverage.md")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     args = parser.parse_args()
 

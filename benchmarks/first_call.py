@@ -3,13 +3,14 @@
     python benchmarks/first_call.py                                       # every row, three turns
     python benchmarks/first_call.py --rows accumulate=4+Muon --turns 5
     python benchmarks/first_call.py --variants unproved train_step        # what the proof of the code takes (docs/proof.md)
+    python benchmarks/first_call.py --variants train_step --rows AdamW --turns 1 --layers 16        # docs/start.md
 
-A row is a training loop of a GPT (4 layers of width 128) that clips gradients, with AdamW or with Muon for the matrices of its
-layers and AdamW for the rest, that updates after each call or after four. Each variant runs it to the end of the first update in
-a new process, with an empty compile cache ("cold") and once more ("warm"). Seconds are those of the processor, user and system,
-of that process and all that it starts, imports left out: a machine that others share changes them little. Variants take turns.
-Columns: medians; this / the first variant, torch.compile, in the same turn (below 1 is cheaper), the median, lowest and highest;
-how many files, and KiB, the C++ compiler was given.
+A row is a training loop of a GPT (4 layers of width 128, or as given) that clips gradients, with AdamW or with Muon for the
+matrices of its layers and AdamW for the rest, that updates after each call or after four. Each variant runs it to the end of
+the first update in a new process, with an empty compile cache ("cold") and once more ("warm"). Seconds are those of the
+processor, user and system, of that process and all that it starts, imports left out: a machine that others share changes them
+little. Variants take turns. Columns: medians; this / the first variant, torch.compile, in the same turn (below 1 is cheaper),
+the median, lowest and highest; how many files, and KiB, the C++ compiler was given.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
-WIDTH, HEADS, LAYERS, TOKENS, VOCABULARY, BATCH = 128, 4, 4, 64, 256, 8
+HEADS, TOKENS, VOCABULARY, BATCH = 4, 64, 256, 8
 ROWS = {"AdamW": (1, False), "Muon": (1, True), "accumulate=4": (4, False), "accumulate=4+Muon": (4, True)}
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.unflatten(2, (HEADS, -1)).transpose(1, 2) for each in self.qkv(self.norm_1(x)).chunk(3, dim=2))
@@ -52,11 +53,11 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(TOKENS, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -107,7 +108,7 @@ def used(who: int) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def first_update(variant: str, row: str, level: str) -> None:
+def first_update(variant: str, row: str, level: str, layers: int, width: int) -> None:
     """Print what this process has used before the first update."""
     import apexfx  # noqa: F401
 
@@ -116,25 +117,25 @@ def first_update(variant: str, row: str, level: str) -> None:
     calls, muon = ROWS[row]
     batch = torch.randint(VOCABULARY, (BATCH, TOKENS)), torch.randint(VOCABULARY, (BATCH, TOKENS))
     print(used(resource.RUSAGE_SELF) + used(resource.RUSAGE_CHILDREN), flush=True)
-    step = VARIANTS[variant](Gpt(), calls, muon, {"opt_level": level})
+    step = VARIANTS[variant](Gpt(layers, width), calls, muon, {"opt_level": level})
     for _ in range(calls):
         step(*batch)
 
 
-def processor_seconds(variant: str, row: str, level: str, folder: str) -> float:
+def processor_seconds(child: Sequence[str], folder: str) -> float:
     """Return those of a first update in a new process, and of all that it starts, which have ended when it has."""
     before = used(resource.RUSAGE_CHILDREN)
-    child = subprocess.run([sys.executable, __file__, "--child", variant, row, level], stdout=subprocess.PIPE, check=True,
+    child = subprocess.run([sys.executable, __file__, "--child", *child], stdout=subprocess.PIPE, check=True,
                            text=True, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder})
     return used(resource.RUSAGE_CHILDREN) - before - float(child.stdout)
 
 
-def measure(variant: str, row: str, level: str) -> dict[str, float]:
+def measure(*child: str) -> dict[str, float]:
     """Return the seconds with an empty cache and with what that has left in it, and what was compiled."""
     with tempfile.TemporaryDirectory() as folder:
-        cold = processor_seconds(variant, row, level, folder)
+        cold = processor_seconds(child, folder)
         sizes = [path.stat().st_size for path in Path(folder).rglob("*.main.cpp")]
-        warm = processor_seconds(variant, row, level, folder)
+        warm = processor_seconds(child, folder)
     return {"cold": cold, "warm": warm, "files": len(sizes), "KiB": sum(sizes) / 1024}
 
 
@@ -153,22 +154,24 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["torch.compile", "train_step"],
                         help="their times are compared with those of the first")
     parser.add_argument("--level", choices=("O0", "O1", "O2"), default="O0")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        return first_update(*given.child)
+        return first_update(*given.child[:3], *map(int, given.child[3:]))
     rows = []
     for row in given.rows:
         taken: dict[str, list[dict[str, float]]] = {variant: [] for variant in given.variants}
         for turn in range(given.turns):
             for variant in given.variants[turn % len(taken):] + given.variants[:turn % len(taken)]:
-                taken[variant].append(measure(variant, row, given.level))
+                taken[variant].append(measure(variant, row, given.level, str(given.layers), str(given.width)))
                 print(row, variant, json.dumps(taken[variant][-1]), flush=True)
         rows += [summary(row, variant, found, taken[given.variants[0]]) for variant, found in taken.items()]
     print(tabulate(rows, headers="keys", floatfmt=".2f"))
-    harness.write_record(given.json, level=given.level, turns=given.turns, rows=rows)
+    harness.write_record(given.json, level=given.level, layers=given.layers, width=given.width, turns=given.turns, rows=rows)
 
 
 if __name__ == "__main__":

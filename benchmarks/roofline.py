@@ -1,4 +1,4 @@
-"""Write docs/ops.md: how near every CUDA op comes to the bandwidth of memory, as benchmarks/ops.py measured it on a device.
+"""Write results/ops.md: how near every CUDA op comes to the bandwidth of memory, as ops.py measured it on a device.
 
     python benchmarks/roofline.py                      from benchmarks/results/ops_cuda.json
     python benchmarks/roofline.py FILE
@@ -16,7 +16,7 @@ import harness
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/ops.md"
+PAGE = ROOT / "benchmarks/results/ops.md"
 FILE = ROOT / "benchmarks/results/ops_cuda.json"
 # (ops, the row that measures them)
 ROWS = (
@@ -52,7 +52,7 @@ take half as many operations in float64; and it keeps 16-bit values two to a reg
 CUDA sources emulated on a CPU, and `csrc/cuda/kernels.json` has the registers and accesses of each kernel; how fast it is is
 **not measured**. (The 65 to 68 % of norms in bfloat16 are of kernels with packs of 16 bytes, small rows side by side in a
 warp, and loads in front of the reduction.) Not measured are whole training steps either, and not run are NCCL and a step as a
-CUDA graph: `make gpu-check` begins with them ([the check on a device](build.md#the-check-on-a-device)), and no device has run
+CUDA graph: `make gpu-check` begins with them ([the check](../../docs/build.md#the-check-on-a-device)), and no device has run
 that since.
 
 {source}

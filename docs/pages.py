@@ -10,8 +10,7 @@ A page's Python blocks run in order, in one namespace and an empty folder. A com
                             `torchrun --nnodes N` runs N times, as on N machines of which the first is called node0
     <!-- file: PATH -->     a file of this repository
     <!-- needs: MODULE -->  Python that runs where the module is installed
-    <!-- passes -->         the table of passes
-    <!-- apex -->           the table of Apex's names
+    <!-- apex -->           the list of Apex's names
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch.distributed.run import main as torchrun
 
-from apexfx import compat, passes
+from apexfx import compat
 from apexfx.compat import names as names_of_apex
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 _PART = re.compile(r"<!-- run:(?P<hidden>.*?)-->|(?:<!-- (?P<marker>[^>]*?) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```"
-                   r"|<!-- (?P<table>passes|apex) -->\n(?:\|[^\n]*\n)+", re.DOTALL)
+                   r"|<!-- apex -->\n(?P<names>(?:- [^\n]*\n)+)", re.DOTALL)
 
 
 def made(page: str) -> str:
@@ -61,8 +59,8 @@ def made(page: str) -> str:
 
     def remake(match: re.Match[str]) -> str:
         marker, language, block = match["marker"] or "", match["language"], match["text"]
-        if match["table"]:
-            return f"<!-- {match['table']} -->\n{_passes() if match['table'] == 'passes' else _apex_names()}\n"
+        if match["names"]:
+            return f"<!-- apex -->\n{_apex_names()}\n"
         kind, _, what = marker.partition(": ")
         if kind == "needs" and not importlib.util.find_spec(what):
             return match[0]
@@ -199,14 +197,9 @@ def _empty_folder():
             os.chdir(before)
 
 
-def _passes() -> str:
-    rows = [(row["pass"], row["stage"], row["asked for by"], row["what it does"]) for row in passes.describe()]
-    return tabulate(rows, headers=("pass", "graph", "asked for by", "what it does"), tablefmt="github")
-
-
 def _apex_names() -> str:
     """Return Apex's modules and names, each imported just now: the module that it is of, or what the error says to use."""
-    rows = ["| Apex | here | names |", "|---|---|---|"]
+    rows, same, missing = [], [], {}
     public = names_of_apex.PUBLIC
     compat.install(force=True)
     try:
@@ -216,14 +209,16 @@ def _apex_names() -> str:
                 found = importlib.import_module(module)
                 assert all(hasattr(found, name) for name in names), module
                 here = f"`{names_of_apex.resolve(module) or 'apexfx'}`"
-                if not names:
-                    continue
+                if names and set(names) <= set(public.get(module.rpartition(".")[0], "").split()):
+                    same.append(f"`{module}`")
+                elif names:
+                    rows.append(f"- `{module}` is {here}: {', '.join(f'`{name}`' for name in names)}")
             except ModuleNotFoundError as error:
-                here = str(error).partition("; ")[2]
-            rows.append(f"| `{module}` | {here} | {', '.join(f'`{name}`' for name in names)} |")
+                missing.setdefault(str(error).partition("; ")[2], []).append(f"`{module}`")
     finally:
         compat.uninstall()
-    return "\n".join(rows)
+    rows.append(f"- with names of the package above: {', '.join(same)}")
+    return "\n".join([*rows, *(f"- not {', '.join(modules)}: {advice}" for advice, modules in missing.items())])
 
 
 if __name__ == "__main__":

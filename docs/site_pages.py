@@ -1,7 +1,8 @@
 """Hook of mkdocs: README is the first page, and what the pages link to outside of docs/ becomes a page beside them.
 
 A link is written for a reader of the repository, relative to the file that it is in. On the site README.md is index.md, docs/ is
-the root, and a program is a page that shows it.
+the root, and a program is a page that shows it. The names in the reference's `<!-- ::: ... -->` are docstrings
+there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = page.file.src_uri
     source = "README.md" if source == "index.md" else source if (ROOT / source).exists() else f"docs/{source}"
     folder = posixpath.dirname(page.file.src_uri)
+    markdown = re.sub(r"(?s)<!-- :::(.*?)-->", lambda names: "\n\n".join(f"::: {name}" for name in names[1].split()), markdown)
     return _LINK.sub(lambda match: posixpath.relpath(_place(_target(match["target"], source)), folder or "."), markdown)
 
 
@@ -50,7 +52,7 @@ def _place(source: str) -> str:
     """Return the path on the site of a file of the repository."""
     if source == "README.md":
         return "index.md"
-    return source.removeprefix("docs/") if source.endswith(".md") else f"{source}.md"
+    return source.removeprefix("docs/") if source.endswith((".md", ".svg")) else f"{source}.md"
 
 
 def _text(source: str) -> str:

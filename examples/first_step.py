@@ -1,4 +1,4 @@
-"""A whole training step as one graph: three steps, what was done to them, and the graph.
+"""A whole training step as one graph: three steps, and what was done to them.
 
     python examples/first_step.py
 """
@@ -15,10 +15,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = [(torch.randn(32, 20), torch.randint(4, (32,))) for _ in range(3)]
 
 step = apexfx.train_step(model, F.cross_entropy, optimizer, dtype=torch.bfloat16, max_grad_norm=1.0,
-                         inner="eager")  # leave inner= out: Inductor
+                         inner="eager")  # leave inner= out: Inductor compiles the graph
 for inputs, labels in loader:
     loss = step(inputs, labels)
     print(f"loss {loss:.3f}")
 
-print(step.report)     # what was done to it
-step.print_readable()  # the graph, as Python that runs
+print(step.report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import dataclasses
+import ensurepip
 import importlib.util
 import os
 import re
@@ -25,6 +26,7 @@ from apexfx.tools import doctor
 from tests.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
+BUNDLED = [*Path(ensurepip.__file__).parent.glob("_bundled/setuptools-*.whl")]  # 65.5 in Python 3.11
 SMOKE = """
 import torch
 from apexfx import ops
@@ -285,6 +287,14 @@ def test_an_index_shows_the_readme_without_links_that_lead_nowhere(tmp_path):
     description = (tree / "apexfx.egg-info/PKG-INFO").read_text()
     assert "docs/train_step.md has schedules" in description and "[train_step]" not in description
     assert re.findall(r"\]\((?!https?:)", description) == []
+
+
+@pytest.mark.skipif(not BUNDLED, reason="Python from 3.12 on brings no setuptools")
+def test_the_setuptools_that_python_brings_is_told_what_to_do(tmp_path):
+    old = tmp_path / "old"
+    shutil.unpack_archive(BUNDLED[0], old, "zip")
+    status, output = run([sys.executable, "setup.py", "-q", "egg_info"], cwd=source_tree(tmp_path), PYTHONPATH=str(old))
+    assert status != 0 and "was found, expected 77.0.3 or newer; run `pip install -U setuptools`" in output, output
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from apexfx.testing import tolerance
 from tests.zoo import ZOO, train
 
 LEVELS = ("O0", "O1", "O2", "O3")
-BREAKS_GRAPHS = ("gpt2",)  # docs/coverage.md says why
+BREAKS_GRAPHS = ("gpt2",)  # benchmarks/results/coverage.md says why
 HALVES = (torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.long
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import textwrap
 from collections.abc import Iterator
 
 from tabulate import tabulate
@@ -15,13 +14,15 @@ from ..precision.rules import RULES
 _HEADING = """\
 # Passes
 
-Made by `python -m apexfx passes --markdown > docs/passes.md`; do not edit.
+A pass rewrites one graph. Forward passes edit the graph that Dynamo captured, backward passes the one that AOTAutograd
+made from it, and step passes the graph of a whole training step. They run in this order. `skip=("name",)` leaves one
+out, and `passes=(MyPass(),)` adds your own ([how to write one](architecture.md#write-a-pass-in-ten-lines)).
 
-A pass rewrites one graph. Forward passes edit the graph Dynamo captured, backward passes the one AOTAutograd made from
-it. They run in this order; `skip=("name",)` leaves one out, `passes=(MyPass(),)` adds your own
-(`docs/architecture.md`).
 The numeric tier says what a pass may change: nothing (`bitwise`), the order of sums (`reassociates`), or dtypes
-(`changes_dtype`); `verify="each"` runs the graph before and after every pass and holds it to that.
+(`changes_dtype`). `verify="each"` runs the graph before and after every pass and holds it to that. Below the table is a
+graph before and after each; `python -m apexfx passes NAME` prints all about one pass.
+
+Made by `python -m apexfx passes --markdown > docs/passes.md`; do not edit.
 """
 
 
@@ -50,33 +51,27 @@ def markdown() -> str:
     parts = [_HEADING, tabulate([{**row, "pass": f"[{row['pass']}](#{row['pass']})"} for row in rows], headers="keys",
                                 tablefmt="github"), ""]
     for row, entry in zip(rows, passes.TABLE):
-        parts += [f"## {row['pass']}", "", *_docstring(inspect.getdoc(entry.pass_type) or ""), ""]
+        parts += [f"## {row['pass']}", "", *_before_and_after(inspect.getdoc(entry.pass_type) or "")]
     parts += ["## The opt levels", "", tabulate([(name, level.summary) for name, level in OPT_LEVELS.items()],
                                                 headers=("level", "what it means"), tablefmt="github"), ""]
     parts += ["## The rules of O1", "",
-              "Ops by what happens to their floating arguments; everything else is left alone.", "",
-              tabulate(list(_rule_rows()), headers=("rule", "family", "why", "ops"), tablefmt="github"), ""]
+              "Ops by what happens to their floating arguments. Those that take whatever dtype comes are left out here.", "",
+              *(f"- **{rule}**, {family} ({why}): {ops}" for rule, family, why, ops in _rule_rows()), ""]
     return "\n".join(parts)
 
 
-def _docstring(text: str) -> Iterator[str]:
-    """Yield a docstring as Markdown: the Before/After block as code, argument lists as lists."""
+def _before_and_after(text: str) -> Iterator[str]:
+    """Yield the Before/After block of a docstring as code."""
     for block in text.split("\n\n"):
         if block.startswith("Before:"):
             yield from ("```text", block, "```", "")
-        elif block.startswith(("Args:", "Attributes:", "Raises:", "Returns:")):
-            title, _, rest = block.partition("\n")
-            yield from (f"**{title}**", "")
-            for line in textwrap.dedent(rest).splitlines():
-                yield f"  {line.strip()}" if line.startswith(" ") else f"- {line}"
-            yield ""
-        else:
-            yield from (block, "")
 
 
 def _rule_rows() -> Iterator[tuple[str, str, str, str]]:
     kinds: dict[tuple[str, str, str], list[str]] = {}
     for name, rule in RULES.items():
+        if rule.kind == "passthrough":
+            continue
         kinds.setdefault((rule.kind, rule.family, rule.reason), []).append(name)
     for (kind, family, reason), ops in kinds.items():
         yield kind, family, reason, " ".join(f"`{op}`" for op in ops)

@@ -1,4 +1,4 @@
-"""docs/ops.md: made of what a device measured, and owing what none did."""
+"""benchmarks/results/ops.md: made of what a device measured, and owing what none did."""
 
 from __future__ import annotations
 

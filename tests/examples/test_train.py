@@ -1,4 +1,4 @@
-"""The training program of the README resumes to the bit."""
+"""examples/train.py resumes to the bit."""
 
 from __future__ import annotations
 
