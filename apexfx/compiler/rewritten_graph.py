@@ -12,7 +12,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..graph.mutation import writes_first
 from ..graph.nodes import graphs, source_line, value
+from ..graph.op_names import canonical_name
 from ..graph.printing import short_dtype
 from ..report.data import Report
 from ..report.records import GraphReport
@@ -120,6 +121,11 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
         mode: as of `GraphReport`.
     """
     _check_collectives(gm)
+    if config.inner != "eager" and any(canonical_name(node.target).startswith("conv") and isinstance(value(node), torch.Tensor)
+                                       and value(node).numel() == 0 for each in graphs(gm) for node in each.graph.nodes):
+        report.note("apexfx: a convolution of no rows is not compiled, and this graph runs op by op: Inductor lays out its gradient "
+                    "as none is")
+        config = replace(config, inner="eager", inner_options={})
     placeholders, reduces = context.placeholders, context.reduce_gradients
     pipeline = Pipeline(passes.schedule(config, context), verify=config.verify, strict=config.fullgraph)
     forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))

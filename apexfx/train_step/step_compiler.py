@@ -196,7 +196,8 @@ class StepCompiler:
         # What each call looks at before it runs.
         check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
-        return self._guarded(compiled, step_passes.prover, before_communicating, waits, check_memory, check_indices, leaves,
+        begins = graph.config.inner != "eager"
+        return self._guarded(compiled, step_passes.prover, begins, before_communicating, waits, check_memory, check_indices, leaves,
                              functools.partial(self.on_loss, is_mean=is_mean, present=reached), shards)
 
     def _note_change(self) -> None:
@@ -255,7 +256,7 @@ class StepCompiler:
         warned = any(note.startswith("apexfx: memory_budget=") for note in self.report.notes)
         self.report.note(message) if warned else self.report.warn(message)
 
-    def _guarded(self, compiled: Callable[..., Any], prover: Prover | None, before_communicating: Callable[[], None],
+    def _guarded(self, compiled: Callable[..., Any], prover: Prover | None, begins: bool, before_communicating: Callable[[], None],
                  waits: Callable[[], contextlib.AbstractContextManager[None]], check_memory: MemoryCheck | None,
                  check_indices: IndexRanges, leaves: Sequence[Placeholder], on_loss: Callable[[], None],
                  shards: dict[int, Any]) -> Callable[..., Any]:
@@ -265,7 +266,8 @@ class StepCompiler:
 
         Args:
             prover: of the code, which calls the next itself in front of a run that it has proved.
-            before_communicating: compares; a graph under inner="eager" calls it itself.
+            begins: whether a run is to compare, and may change something, at once; a graph that runs op by op tells itself when.
+            before_communicating: compares.
             waits: explains errors of collectives.
             leaves: those of the batch that require a gradient.
             on_loss: the compiler's, of what kind the loss is.
@@ -290,7 +292,7 @@ class StepCompiler:
             if not self._runs:
                 raise NotRun
             with waits():
-                if self.config.inner != "eager" and not (prover is not None and prover.waiting):
+                if begins and not (prover is not None and prover.waiting):
                     begin()
                 outputs = compiled(*args)
                 self._note_change()

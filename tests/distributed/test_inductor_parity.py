@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apexfx
 from tests.distributed.data_parallel_models import MODELS, batch, loss_of
-from tests.distributed.launch import on_ranks
+from tests.distributed.launch import on_ranks, run_ranks
 from tests.passes.generated_code import collective_order
 
 
@@ -101,3 +101,45 @@ def test_starts_and_waits_are_where_the_pass_put_them(rank, world_size):
         "mm start mm mm start mm mm start mm mm start wait wait wait wait")
     starts = [e.buffer for e in events if e.kind == "start"]
     assert [e.buffer for e in events if e.kind == "wait"] == starts and len(set(starts)) == 4
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+
+
+def _rows_of_no_rank(rank, world_size, entry):
+    """Train on batches of which some ranks have no rows, and compare with one process that has all."""
+    torch.manual_seed(0)
+    model = Convolutions()
+    whole = copy.deepcopy(model)
+    own, optimizer = (torch.optim.SGD(each.parameters(), 0.1) for each in (model, whole))
+    options = {"opt_level": "O0", "ddp": apexfx.BucketConfig(gradient_average=False), "sync_bn": True}
+
+    def loss_fn(out):
+        return out.square().sum()
+
+    if entry == "step":
+        step = apexfx.train_step(model, objective=lambda model, x: loss_fn(model(x)), optimizer=own, **options)
+    else:
+        run = apexfx.transform(model, **options)
+
+        def step(x):
+            own.zero_grad()
+            loss_fn(run(x)).backward()
+            own.step()
+
+    for call in range(4):
+        rows = [torch.randn(3 if call % 2 == 0 or other == 0 else 0, 3, 8, 8) for other in range(world_size)]
+        step(rows[rank])
+        optimizer.zero_grad()
+        loss_fn(whole(torch.cat(rows))).backward()
+        optimizer.step()
+        for (name, p), q in zip(model.named_parameters(), whole.parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=lambda text, name=name, call=call: f"{call} {name}: {text}")
+
+
+@pytest.mark.parametrize("entry", ["step", pytest.param("transform", marks=pytest.mark.long)])
+def test_convolutions_of_ranks_without_rows(entry):
+    run_ranks(_rows_of_no_rank, 2, entry, timeout=300)
