@@ -123,8 +123,8 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
     _check_collectives(gm)
     if config.inner != "eager" and any(canonical_name(node.target).startswith("conv") and isinstance(value(node), torch.Tensor)
                                        and value(node).numel() == 0 for each in graphs(gm) for node in each.graph.nodes):
-        report.note("apexfx: a convolution of no rows is not compiled, and this graph runs op by op: Inductor lays out its gradient "
-                    "as none is")
+        report.note("apexfx: a convolution of no rows is not compiled, and this graph runs op by op: Inductor lays out its "
+                    "gradient as none is")
         config = replace(config, inner="eager", inner_options={})
     placeholders, reduces = context.placeholders, context.reduce_gradients
     pipeline = Pipeline(passes.schedule(config, context), verify=config.verify, strict=config.fullgraph)

@@ -194,10 +194,13 @@ class StepCompiler:
         self._check_budget(graph.record)
         warn_unmatched(self.report)
         # What each call looks at before it runs.
-        check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
+        checks: list[Callable[[Sequence[Any]], None]] = [check_indices]
+        if updated or by_forward:
+            checks.insert(0, MemoryCheck(placeholders, updated, by_forward))
+        if leaves:
+            checks.insert(0, lambda args: [check_leaf(leaf.name, args[leaf.index]) for leaf in leaves])
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
-        begins = graph.config.inner != "eager"
-        return self._guarded(compiled, step_passes.prover, begins, before_communicating, waits, check_memory, check_indices, leaves,
+        return self._guarded(compiled, step_passes.prover, graph.config.inner != "eager", before_communicating, waits, checks,
                              functools.partial(self.on_loss, is_mean=is_mean, present=reached), shards)
 
     def _note_change(self) -> None:
@@ -256,9 +259,9 @@ class StepCompiler:
         warned = any(note.startswith("apexfx: memory_budget=") for note in self.report.notes)
         self.report.note(message) if warned else self.report.warn(message)
 
-    def _guarded(self, compiled: Callable[..., Any], prover: Prover | None, begins: bool, before_communicating: Callable[[], None],
-                 waits: Callable[[], contextlib.AbstractContextManager[None]], check_memory: MemoryCheck | None,
-                 check_indices: IndexRanges, leaves: Sequence[Placeholder], on_loss: Callable[[], None],
+    def _guarded(self, compiled: Callable[..., Any], prover: Prover | None, begins: bool,
+                 before_communicating: Callable[[], None], waits: Callable[[], contextlib.AbstractContextManager[None]],
+                 checks: Sequence[Callable[[Sequence[Any]], None]], on_loss: Callable[[], None],
                  shards: dict[int, Any]) -> Callable[..., Any]:
         """Check the inputs of each run, and have the ranks compare what it communicates.
 
@@ -269,7 +272,7 @@ class StepCompiler:
             begins: whether a run is to compare, and may change something, at once; a graph that runs op by op tells itself when.
             before_communicating: compares.
             waits: explains errors of collectives.
-            leaves: those of the batch that require a gradient.
+            checks: of the inputs.
             on_loss: the compiler's, of what kind the loss is.
             shards: the inputs in whose place the rows of sharded parameters go.
         """
@@ -283,11 +286,8 @@ class StepCompiler:
         def run(*args: Any) -> Any:
             if shards:
                 args = _with_rows(args, shards)
-            for leaf in leaves:
-                check_leaf(leaf.name, args[leaf.index])
-            if check_memory is not None:
-                check_memory(args)
-            check_indices(args)
+            for check in checks:
+                check(args)
             on_loss()
             if not self._runs:
                 raise NotRun

@@ -137,7 +137,8 @@ def _rows_of_no_rank(rank, world_size, entry):
         loss_fn(whole(torch.cat(rows))).backward()
         optimizer.step()
         for (name, p), q in zip(model.named_parameters(), whole.parameters()):
-            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=lambda text, name=name, call=call: f"{call} {name}: {text}")
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4,
+                                       msg=lambda text, name=name, call=call: f"{call} {name}: {text}")
 
 
 @pytest.mark.parametrize("entry", ["step", pytest.param("transform", marks=pytest.mark.long)])
