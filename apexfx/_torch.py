@@ -637,16 +637,12 @@ def is_without_derivative(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None and "NotImplemented" in tensor.grad_fn.name()
 
 
-def drop_compiled_call(module: torch.nn.Module) -> None:
-    """Undo `module.compile()`: `module(...)` runs its hooks and forward."""
-    module.__dict__.pop("_compiled_call_impl", None)
+COMPILED_CALL = "_compiled_call_impl"  # what `module.compile()` sets
 
 
 def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Have `module(...)` run `call`, as after `module.compile()`; None undoes it."""
-    drop_compiled_call(module)
-    if call is not None:
-        module.__dict__["_compiled_call_impl"] = call
+    setattr(module, COMPILED_CALL, call)
 
 
 def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
