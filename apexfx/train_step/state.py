@@ -161,11 +161,6 @@ class TrainingState:
 
     # ---- before a call ----------------------------------------------------------------------------------------------------
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the optimizer has its state: not before the first call, nor behind a first one that failed."""
-        return self._structure is not None or self.num_calls > 0
-
     def prepare(self, *, cached: bool = False) -> None:
         """Read what a user may have changed since the last call.
 

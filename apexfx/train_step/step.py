@@ -380,7 +380,8 @@ class TrainStep:
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """Return the state of model, optimizer, loss scale, safeguard and averages, and what is trained of the objective.
 
-        Of a step that was never called, too, it has all tensors that `torch.distributed.checkpoint.load` is to fill.
+        Of a step that was never called, too, it has all tensors that `torch.distributed.checkpoint.load` is to fill, of the
+        parameters that require a gradient now.
 
         Args:
             full: whole tensors on the CPU in the place of what each rank has rows of, on rank 0; {} on the others. All ranks call
@@ -401,7 +402,7 @@ class TrainStep:
         components = self._components
         if full and components.of_rows and components.agreement is not None:
             components.agreement.ensure("calls before step.state_dict(full=True), which gathers", [self._state.num_calls])
-        if not self._state.is_read:
+        if not self._state.num_calls:
             with self._state.all_or_nothing():
                 self._state.prepare()
         state = checkpoint.save(components)
