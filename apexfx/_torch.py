@@ -461,11 +461,6 @@ def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
     return source is not None and source.guard_source.is_fsdp_module()
 
 
-def is_replica(module: torch.nn.Module) -> bool:
-    """Return whether `nn.DataParallel` made this module, of another, for one forward."""
-    return "_is_replica" in module.__dict__
-
-
 def boxed(function: Callable[[list[object]], object]) -> Callable[[list[object]], object]:
     """Mark `function`, which takes one list of arguments and empties it, as AOTAutograd wants compiled graphs."""
     function._boxed_call = True
@@ -638,6 +633,7 @@ def is_without_derivative(tensor: torch.Tensor) -> bool:
 
 
 COMPILED_CALL = "_compiled_call_impl"  # what `module.compile()` sets
+REPLICATE = "_replicate_for_data_parallel"  # the method by which `nn.DataParallel` makes copies of a module
 
 
 def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from . import passes as passes_
 from . import subclassing
-from ._torch import COMPILED_CALL
+from ._torch import COMPILED_CALL, REPLICATE
 from .backend import compiler_for
 from .compiler.model_setup import check_model, set_up
 from .compiler.private_code import with_private_code
@@ -130,14 +130,12 @@ class TransformedModule:
         source, config, forward = state
         _compile(self, source, config, compiler_for(config), forward)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        from .compiler.graph_compiler import make_compiler
+    def __copy__(self) -> nn.Module:
+        return _with_source(self, _empty(*_class_of(self)), copy.copy(source_of(self)), self._apexfx_forward)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         duplicate = memo[id(self)] = _empty(*_class_of(self))
-        source, forward = copy.deepcopy((source_of(self), self._apexfx_forward), memo)
-        config = get_compiled(self).config
-        _compile(duplicate, source, config, make_compiler(config, get_compiled(self).compiler.groups), forward)
-        return duplicate
+        return _with_source(self, duplicate, *copy.deepcopy((source_of(self), self._apexfx_forward), memo))
 
     def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script
         raise RuntimeError(f"apexfx: {COMPILES_ITSELF}")
@@ -211,7 +209,12 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...], methods: t
     # An outer torch.compile would inline the model past our backend; what it calls is compiled.
     forward = not_traced(forward, COMPILES_ITSELF)
 
-    names = {**{name: Inspection.__dict__[name] for name in public}, **{name: method_of(name) for name in methods}}
+    def replicas(self: Any) -> Any:
+        raise RuntimeError("apexfx: nn.DataParallel runs copies of the model, and the graphs of a transformed one use the "
+                           "original's parameters; start one process a GPU and use ddp=True")
+
+    names = {**{name: Inspection.__dict__[name] for name in public}, **{name: method_of(name) for name in methods},
+             REPLICATE: replicas}
     return subclass(cls, TransformedModule, __qualname__=f"Apexfx{cls.__qualname__}", __slots__=_SLOTS,
                     forward=ForwardOfClass(forward), **names)
 
@@ -242,6 +245,15 @@ def make_transformed(source: nn.Module, config: TransformConfig, compiler: Graph
     transformed = _empty(type(source), public, config.methods)
     _compile(transformed, source, config, compiler)
     return transformed
+
+
+def _with_source(model: nn.Module, duplicate: nn.Module, source: nn.Module, forward: Callable[..., Any] | None) -> nn.Module:
+    """Return `duplicate`, which holds nothing yet, as what `model` is of its source, of another one."""
+    from .compiler.graph_compiler import make_compiler
+
+    config = get_compiled(model).config
+    _compile(duplicate, source, config, make_compiler(config, get_compiled(model).compiler.groups), forward)
+    return duplicate
 
 
 def _compile(model: nn.Module, source: nn.Module, config: TransformConfig, compiler: GraphCompiler,

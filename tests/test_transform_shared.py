@@ -96,6 +96,19 @@ def test_what_is_set_on_the_source_reaches_code(form):
     check("transform", form, "source", "O0", inner="inductor")
 
 
+def test_a_shallow_copy_is_set_apart():
+    model = apexfx.transform(Scaled(), opt_level="O0", inner="eager")
+    other = copy.copy(model)
+    other.scale = 3.0
+    assert model.scale == 1.0 and other.linear is model.linear
+
+
+def test_copies_for_data_parallel_are_refused():
+    model = nn.Sequential(apexfx.transform(Scaled(), opt_level="O0", inner="eager"))
+    with pytest.raises(RuntimeError, match="nn.DataParallel runs copies of the model"):
+        model[0]._replicate_for_data_parallel()  # as nn.parallel.replicate() calls it
+
+
 def test_two_results_of_one_source_share_it_and_compile_apart():
     source, x = Scaled(), torch.randn(5, 3)
     runs = [apexfx.transform(source, opt_level=level, inner="eager") for level in ("O0", "O2")]
