@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -275,6 +276,19 @@ def guard_shared_objects() -> None:
         first = output.side_effects[value].source if value in output.side_effects else None
         if first is not None and is_from_local_source(source) != is_from_local_source(first) and traced_value(first) is value:
             install_guard(source.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=first)))
+
+
+def gradients_read() -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield (tensor, "file.py:line") of what the frame that Dynamo is compiling reads the `.grad` of.
+
+    To reset it in `zero_grad()`, or to look whether a `backward()` adds to it, as Dynamo does itself, is no read.
+    """
+    translator = current_translator()
+    for guard in translator.output.guards if translator is not None else ():
+        name, frame = getattr(guard.originating_source, "name", ""), next(reversed(guard.user_stack or ()), None)
+        if name.endswith(".grad") and frame is not None and frame.name != "zero_grad" and ".backward(" not in (frame.line or "") \
+                and isinstance(tensor := traced_expression(name.removesuffix(".grad")), torch.Tensor):
+            yield tensor, f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def traced_constants() -> list[object]:
