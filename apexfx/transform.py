@@ -265,6 +265,9 @@ def _compile(model: nn.Module, source: nn.Module, config: TransformConfig, compi
     """
     from .compiler.compiled_model import CompiledModel
 
+    if not source.__dict__:  # it is being made itself, and holds what is made here
+        raise RuntimeError("apexfx: a module was copied or loaded that holds what transform() has returned for it, as in a hook "
+                           "that is a method of the result; copy or save the result in its place")
     object.__setattr__(model, "__dict__", source.__dict__)
     own_forward, cls = source.__dict__.get("forward"), type(source)
     classes = TraceableClasses(compiler.groups.batch_norm, compiler.report)

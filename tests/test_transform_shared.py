@@ -103,6 +103,18 @@ def test_a_shallow_copy_is_set_apart():
     assert model.scale == 1.0 and other.linear is model.linear
 
 
+def test_a_source_that_holds_the_result_is_copied_with_it():
+    source = Scaled()
+    model = apexfx.transform(source, opt_level="O0", inner="eager")
+    model.register_forward_hook(model.count)
+    for copied in (copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))):
+        other = copied(model)
+        other(torch.randn(5, 3))
+        assert (other.calls, model.calls) == (2, 0)
+        with pytest.raises(RuntimeError, match="copy or save the result in its place"):
+            copied(source)
+
+
 def test_copies_for_data_parallel_are_refused():
     model = nn.Sequential(apexfx.transform(Scaled(), opt_level="O0", inner="eager"))
     with pytest.raises(RuntimeError, match="nn.DataParallel runs copies of the model"):
