@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -277,6 +278,19 @@ def guard_shared_objects() -> None:
             install_guard(source.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=first)))
 
 
+def gradients_read() -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield (tensor, "file.py:line") of what the frame that Dynamo is compiling reads the `.grad` of.
+
+    To reset it in `zero_grad()`, or to look whether a `backward()` adds to it, as Dynamo does itself, is no read.
+    """
+    translator = current_translator()
+    for guard in translator.output.guards if translator is not None else ():
+        name, frame = getattr(guard.originating_source, "name", ""), next(reversed(guard.user_stack or ()), None)
+        if name.endswith(".grad") and frame is not None and frame.name != "zero_grad" and ".backward(" not in (frame.line or "") \
+                and isinstance(tensor := traced_expression(name.removesuffix(".grad")), torch.Tensor):
+            yield tensor, f"{Path(frame.filename).name}:{frame.lineno}"
+
+
 def traced_constants() -> list[object]:
     """Return the sources of the numbers, flags and texts that the graph which Dynamo is compiling holds as constants."""
     translator = current_translator()
@@ -461,11 +475,6 @@ def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
     return source is not None and source.guard_source.is_fsdp_module()
 
 
-def is_replica(module: torch.nn.Module) -> bool:
-    """Return whether `nn.DataParallel` made this module, of another, for one forward."""
-    return "_is_replica" in module.__dict__
-
-
 def boxed(function: Callable[[list[object]], object]) -> Callable[[list[object]], object]:
     """Mark `function`, which takes one list of arguments and empties it, as AOTAutograd wants compiled graphs."""
     function._boxed_call = True
@@ -637,16 +646,13 @@ def is_without_derivative(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None and "NotImplemented" in tensor.grad_fn.name()
 
 
-def drop_compiled_call(module: torch.nn.Module) -> None:
-    """Undo `module.compile()`: `module(...)` runs its hooks and forward."""
-    module.__dict__.pop("_compiled_call_impl", None)
+COMPILED_CALL = "_compiled_call_impl"  # what `module.compile()` sets
+REPLICATE = "_replicate_for_data_parallel"  # the method by which `nn.DataParallel` makes copies of a module
 
 
 def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Have `module(...)` run `call`, as after `module.compile()`; None undoes it."""
-    drop_compiled_call(module)
-    if call is not None:
-        module.__dict__["_compiled_call_impl"] = call
+    setattr(module, COMPILED_CALL, call)
 
 
 def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:

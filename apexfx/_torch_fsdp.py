@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.utils import _apply_to_tensors
 
 _MANAGED = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # attributes by which Dynamo leaves guards out
+_AFTER_FORWARD = "_apexfx_after_forward"  # of torch's record of a group: what `fully_shard` was told, see `reshard_after_forward`
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 
@@ -84,12 +85,22 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
 
 
 def _read(name: str, group: Any) -> FsdpGroup:
-    mesh, after = group.mesh_info, group.post_forward_mesh_info
+    mesh, after = group.mesh_info, getattr(group, _AFTER_FORWARD, group.post_forward_mesh_info)
     process_group = getattr(mesh, "shard_process_group", None)
     num_ranks = getattr(after, "shard_mesh_size", None)
     reshards = False if after is None else True if num_ranks == process_group.size() else num_ranks
     return FsdpGroup(name, group.fsdp_params, process_group, mesh.mesh.ndim, reshards, group.mp_policy,
                      isinstance(group.offload_policy, CPUOffloadPolicy), group)
+
+
+def reshard_after_forward(model: nn.Module, groups: Iterable[FsdpGroup]) -> None:
+    """Have no forward leave whole parameters in a model, as FSDP2 keeps those of its root for a backward.
+
+    What is set on them after an evaluation, `requires_grad` and numbers alike, would be lost when the rows come back.
+    """
+    for group in groups:
+        vars(group.torch_group).setdefault(_AFTER_FORWARD, group.torch_group.post_forward_mesh_info)
+    model.set_reshard_after_forward(True)
 
 
 def sharded_parameter(record: Any) -> nn.Parameter:
@@ -145,10 +156,21 @@ class PlainModules:
                                  for name, method in vars(module).items() if _gathers_around(method)]
 
     def reshard(self) -> None:
-        """Drop whole parameters that an evaluation has left, or is about to: each module has its rows again."""
+        """Drop whole parameters that `unshard()` has left, or is about to: each module has its rows again.
+
+        Raises:
+            ValueError: whether one is trained was set on the whole parameter, or on the rows in its place.
+        """
         for group in self._groups:
             group.wait_for_unshard()  # what `unshard(async_op=True)` has begun would become whole later
             if not group.is_sharded:
+                for record in group.fsdp_params:
+                    if record.unsharded_param.requires_grad != record.sharded_param.requires_grad:
+                        raise ValueError(
+                            f"apexfx: requires_grad of parameter {record._module_info.param_name!r} (of shape "
+                            f"{list(record._orig_size)}) was set while the model under fully_shard() had whole parameters in the "
+                            "place of its rows, as unshard() and an evaluation before train_step() leave them, and FSDP2 forgets "
+                            "that; call model.reshard(), and then requires_grad_() again")
                 group.reshard()
 
     def enter(self) -> list[dict[int, Any]]:

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from . import passes as passes_
 from . import subclassing
-from ._torch import drop_compiled_call
+from ._torch import COMPILED_CALL, REPLICATE
 from .backend import compiler_for
 from .compiler.model_setup import check_model, set_up
 from .compiler.private_code import with_private_code
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 def transform(model: nn.Module, **options: Any) -> nn.Module:
     """Return `model` as one whose forward and backward run as rewritten graphs.
 
-    The result is of a subclass of the model's class and shares its parameters, buffers and submodules: names,
-    `state_dict()` keys, `isinstance`, attributes, optimizers already built, `.to()`, `.train()`, `deepcopy` and
-    `torch.save` behave as before. Any other attribute that is set later, on the source or the result, is that one's alone.
-    Graphs are captured at the first call, or by `.capture(*inputs)`.
+    The result is of a subclass of the model's class and has the attributes of the model itself, in one `__dict__`: what is set
+    on either later, the mode of `.train()` and `.eval()` too, both have. Names, `state_dict()` keys, `isinstance`, optimizers
+    already built, `.to()`, `deepcopy` and `torch.save` behave as before. A forward, or `.compile()`, that is set on one of them
+    is not the other's. Graphs are captured at the first call, or by `.capture(*inputs)`.
 
     Args:
         model: any module that is not transformed already. It is left usable; under O3 its parameters become half
@@ -88,9 +88,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
         compiler.report.note(note)
         log.info(note)
     set_up(model, config, compiler.groups, compiler.agreement)
-    transformed = make_transformed(type(model), model.__dict__, config, compiler)
-    drop_compiled_call(transformed)  # it would run the model itself
-    return transformed
+    return make_transformed(model, config, compiler)
 
 
 transform.__signature__ = inspect.Signature(  # the options and their defaults, as help() and notebooks show them
@@ -127,29 +125,20 @@ class TransformedModule:
     def _get_name(self) -> str:
         return f"Apexfx{type(self).__name__}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in super().__getstate__().items() if not k.startswith("_apexfx")}
-        state["_apexfx_config"] = get_compiled(self).config
-        return state | get_compiled(self).own_forward
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        config = state.pop("_apexfx_config")
-        super().__setstate__(state)
-        _compile(self, config, compiler_for(config))
-
     def __reduce_ex__(self, protocol: int) -> Any:
         # The state comes apart, once the new object is known: what is in it may refer to the model, as a bound method does.
-        return _empty, (source_class(self), _inspection(self), _methods(self)), self.__getstate__()
+        return _empty, _class_of(self), (source_of(self), get_compiled(self).config, self._apexfx_forward)
+
+    def __setstate__(self, state: tuple[nn.Module, TransformConfig, Any]) -> None:
+        source, config, forward = state
+        _compile(self, source, config, compiler_for(config), forward)
+
+    def __copy__(self) -> nn.Module:
+        return _with_source(self, _empty(*_class_of(self)), copy.copy(source_of(self)), self._apexfx_forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        from .compiler.graph_compiler import make_compiler
-
-        duplicate = memo[id(self)] = _empty(source_class(self), _inspection(self), _methods(self))
-        state = self.__getstate__()
-        config = state.pop("_apexfx_config")
-        super(TransformedModule, duplicate).__setstate__(copy.deepcopy(state, memo))
-        _compile(duplicate, config, make_compiler(config, get_compiled(self).compiler.groups))
-        return duplicate
+        duplicate = memo[id(self)] = _empty(*_class_of(self))
+        return _with_source(self, duplicate, *copy.deepcopy((source_of(self), self._apexfx_forward), memo))
 
     def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script
         raise RuntimeError(f"apexfx: {COMPILES_ITSELF}")
@@ -186,6 +175,7 @@ class Inspection:
 
 
 _INSPECTION = ("report", "capture", "no_sync", "print_readable")
+_SLOTS = ("_apexfx", "_apexfx_forward", COMPILED_CALL)  # what a transformed model has apart from its source
 
 
 def source_class(model: nn.Module) -> type[nn.Module]:
@@ -194,16 +184,14 @@ def source_class(model: nn.Module) -> type[nn.Module]:
 
 
 def source_of(model: nn.Module) -> nn.Module:
-    """Return a module as `model`, which is transformed, was made from: it shares parameters, buffers and submodules."""
-    source = object.__new__(source_class(model))
-    source.__dict__.update({name: value for name, value in model.__dict__.items() if not name.startswith("_apexfx")})
-    source.__dict__.update(get_compiled(model).own_forward)
-    return source
+    """Return the module that `model`, which is transformed, was made from."""
+    return get_compiled(model).source
 
 
 @functools.cache
 def _transformed_class(cls: type[nn.Module], public: tuple[str, ...], methods: tuple[str, ...]) -> type[nn.Module]:
     from ._torch_compilers import not_traced
+    from .compiler.compiled_model import ForwardOfClass
 
     @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,17 +212,20 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...], methods: t
     # An outer torch.compile would inline the model past our backend; what it calls is compiled.
     forward = not_traced(forward, COMPILES_ITSELF)
 
-    names = {**{name: Inspection.__dict__[name] for name in public}, **{name: method_of(name) for name in methods}}
-    return subclass(cls, TransformedModule, __qualname__=f"Apexfx{cls.__qualname__}", forward=forward, **names)
+    def replicas(self: Any) -> Any:
+        raise RuntimeError("apexfx: nn.DataParallel runs copies of the model, and the graphs of a transformed one use the "
+                           "original's parameters; start one process a GPU and use ddp=True")
+
+    names = {**{name: Inspection.__dict__[name] for name in public}, **{name: method_of(name) for name in methods},
+             REPLICATE: replicas}
+    return subclass(cls, TransformedModule, __qualname__=f"Apexfx{cls.__qualname__}", __slots__=_SLOTS,
+                    forward=ForwardOfClass(forward), **names)
 
 
-def _inspection(model: nn.Module) -> tuple[str, ...]:
-    """Return the public attributes that a transformed model has of `Inspection`."""
-    return tuple(name for name in _INSPECTION if getattr(type(model), name, None) is Inspection.__dict__[name])
-
-
-def _methods(model: nn.Module) -> tuple[str, ...]:
-    return get_compiled(model).config.methods
+def _class_of(model: nn.Module) -> tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]]:
+    """Return what `_empty` makes another module of the class of `model` from."""
+    public = tuple(name for name in _INSPECTION if getattr(type(model), name, None) is Inspection.__dict__[name])
+    return source_class(model), public, get_compiled(model).config.methods
 
 
 def _empty(cls: type[nn.Module], public: tuple[str, ...], methods: tuple[str, ...] = ()) -> nn.Module:
@@ -242,41 +233,53 @@ def _empty(cls: type[nn.Module], public: tuple[str, ...], methods: tuple[str, ..
     return object.__new__(_transformed_class(cls, public, methods))
 
 
-def make_transformed(cls: type[nn.Module], attributes: Mapping[str, Any], config: TransformConfig,
-                     compiler: GraphCompiler) -> nn.Module:
-    """Return a transformed module on the parameters, buffers and submodules of another.
+def make_transformed(source: nn.Module, config: TransformConfig, compiler: GraphCompiler) -> nn.Module:
+    """Return a transformed module that has the attributes of another, which is not.
 
     Args:
-        cls: the class of the other, itself not transformed.
-        attributes: what is in its `__dict__`.
         config: the options; `compiler` was made of them.
         compiler: compiles the graphs.
     """
-    plain = object.__new__(cls)
-    plain.__dict__.update(attributes)
-    taken = dir(plain)  # parameters, buffers and submodules included
+    taken = dir(source)  # parameters, buffers and submodules included
     public = tuple(name for name in _INSPECTION if name not in taken)
     if len(public) < len(_INSPECTION):
-        log.info("%s has its own %s; use apexfx.last_report() for ours", cls.__name__,
+        log.info("%s has its own %s; use apexfx.last_report() for ours", type(source).__name__,
                  ", ".join(sorted(set(_INSPECTION) - set(public))))
-    transformed = _empty(cls, public, config.methods)
-    transformed.__dict__.update(attributes)
-    _compile(transformed, config, compiler)
+    transformed = _empty(type(source), public, config.methods)
+    _compile(transformed, source, config, compiler)
     return transformed
 
 
-def _compile(model: nn.Module, config: TransformConfig, compiler: GraphCompiler) -> None:
-    """Give a transformed module, which has all its attributes by now, what its forward calls."""
+def _with_source(model: nn.Module, duplicate: nn.Module, source: nn.Module, forward: Callable[..., Any] | None) -> nn.Module:
+    """Return `duplicate`, which holds nothing yet, as what `model` is of its source, of another one."""
+    from .compiler.graph_compiler import make_compiler
+
+    config = get_compiled(model).config
+    _compile(duplicate, source, config, make_compiler(config, get_compiled(model).compiler.groups), forward)
+    return duplicate
+
+
+def _compile(model: nn.Module, source: nn.Module, config: TransformConfig, compiler: GraphCompiler,
+             forward: Callable[..., Any] | None = None) -> None:
+    """Give a transformed module that holds nothing yet the attributes of its source, and what its forward calls.
+
+    Args:
+        forward: what was set on it as its forward, or None.
+    """
     from .compiler.compiled_model import CompiledModel
 
-    own_forward, cls = model.__dict__.pop("forward", None), source_class(model)
+    if not source.__dict__:  # it is being made itself, and holds what is made here
+        raise RuntimeError("apexfx: a module was copied or loaded that holds what transform() has returned for it, as in a hook "
+                           "that is a method of the result; copy or save the result in its place")
+    object.__setattr__(model, "__dict__", source.__dict__)
+    own_forward, cls = source.__dict__.get("forward"), type(source)
     classes = TraceableClasses(compiler.groups.batch_norm, compiler.report)
     traced = own_forward or with_private_code(traced_forward(model, cls, compiler.groups.batch_norm))
-    model.__dict__["_apexfx"] = compiled = CompiledModel(
-        model, traced, config, compiler, classes, of_inputs=own_forward is not None)
+    compiled = CompiledModel(model, traced, config, compiler, classes, of_inputs=own_forward is not None, source=source)
+    for slot, value in zip(_SLOTS, (compiled, forward, None)):
+        object.__setattr__(model, slot, value)
     for name in config.methods:
-        forward = with_private_code(getattr(cls, name))
-        compiled.methods[name] = CompiledModel(model, forward, config, compiler, classes, name=name,
-                                               source=cls if own_forward is None else None)
+        method = with_private_code(getattr(cls, name))
+        compiled.methods[name] = CompiledModel(model, method, config, compiler, classes, name=name, source=source)
     if compiler.gradient_sync is None:  # which raises
         compiled.watch_first_backward(model, _own_methods(cls))

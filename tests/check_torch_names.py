@@ -21,7 +21,7 @@ SETTINGS = {
     "torch/_dynamo/config.py": ("allow_rnn", "allow_unspec_int_on_nn_module", "fail_on_recompile_limit_hit", "recompile_limit"),
     "torch/_functorch/config.py": ("force_non_lazy_backward_lowering",),
     "torch/nn/parallel/distributed.py": ("_active_ddp_module",),
-    "torch/nn/modules/module.py": ("_is_replica",),
+    "torch/nn/modules/module.py": ("_compiled_call_impl",),
     "torch/_functorch/_aot_autograd/utils.py": ("_boxed_call",),
     "torch/_C/__init__.pyi": ("_version",),
     "torch/_dynamo/convert_frame.py": ("_torchdynamo_orig_backend",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import warnings
 import weakref
@@ -26,6 +27,7 @@ from .._torch_compilers import (
     graph_breaks,
     graph_breaks_so_far,
     is_inside_of_compiled,
+    not_traced,
 )
 from ..config import HALVES, TransformConfig
 from ..distributed.agreement import check_alive
@@ -41,7 +43,7 @@ from .pipeline import warn_unmatched
 from .private_code import with_own_code, with_private_code
 from .progress import PROGRESS
 from .recompiles import limit_hit
-from .refusals import check_call, untraceable
+from .refusals import COMPILES_ITSELF, check_call, untraceable
 from .rewritten_graph import WeakBackend
 from .traceable import TraceableClasses, all_modules
 
@@ -76,18 +78,16 @@ class CompiledModel:
         in_step: whether a training step calls it, which scales the loss itself, and runs a model of which nothing is captured
             in eager, where nothing that was asked for is lost by that.
         name: of the method that is compiled, for messages.
-        source: the class that the model has during a call of a method other than forward, which may call the model: the forward
-            of its own class is a call of other graphs.
+        source: the module that the model was made from, where it was.
 
     Attributes:
         methods: the same for other methods of the model, by name.
-        classes: as given.
-        own_forward: {"forward": the forward that the model has as an attribute of its own}, or {}; for its copies.
+        classes, source: as given.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig, compiler: GraphCompiler,
                  classes: TraceableClasses, *, of_inputs: bool = False, in_step: bool = False,
-                 name: str = "forward", source: type[nn.Module] | None = None) -> None:
+                 name: str = "forward", source: nn.Module | None = None) -> None:
         self.config = config
         self.compiler = compiler
         if not compiler.index.has_model:  # otherwise it is another method's of this model
@@ -95,8 +95,8 @@ class CompiledModel:
         self._index = compiler.index
         self.report = compiler.report
         self.methods: dict[str, CompiledModel] = {}
-        self._forward, self._of_inputs, self.classes, self._name, self._source = forward, of_inputs, classes, name, source
-        self.own_forward = {"forward": forward} if of_inputs else {}
+        self._forward, self._of_inputs, self.classes, self._name, self.source = forward, of_inputs, classes, name, source
+        self._own_forward = forward if of_inputs else None
         self._averaging = self._compiled(forward, compiler)
         self._local = self._averaging
         sync = compiler.gradient_sync
@@ -126,6 +126,10 @@ class CompiledModel:
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         modules = all_modules(model)
         check_call(model, modules)
+        if self.source is not None and self._name == "forward" and model.__dict__.get("forward") is not self._own_forward:
+            raise RuntimeError("apexfx: the forward of the module that transform() was given was set or deleted since, and the "
+                               "graphs are of the forward of then; do that before transform(), or set the forward of what it "
+                               "returned, which may call the graphs")
         check_alive(self.compiler.groups.user)
         if self._first_graph < 0:
             self._first_graph = len(self.report.graphs)
@@ -158,11 +162,12 @@ class CompiledModel:
         call = self._in_dtype_of_parameters(model, args, kwargs)
         outer, (args, kwargs) = self._index.arguments, (call.args, call.kwargs)
         self._index.arguments = args, kwargs
-        args = args if self._of_inputs else (model, *args)
+        # A method other than forward may call the model: the forward of its own class is a call of other graphs.
+        args = args if self._of_inputs else (model if self._name == "forward" else self.source, *args)
         try:
             tells = not self._checked and not is_inside_of_compiled()  # which would capture the telling
             first = PROGRESS.compiling(f"Dynamo captures {self._name}") if tells else contextlib.nullcontext()
-            with first, self._dynamo_settings(), self.classes.in_place(model, itself=self._source):
+            with first, self._dynamo_settings(), self.classes.in_place(model):
                 result = run(*args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as error:
             inner = getattr(error, "inner_exception", error)  # ours, said once and with its own type
@@ -299,6 +304,27 @@ class CompiledModel:
         if wrote := [name for name, p in model.named_parameters() if tensor_version(p) != versions[name]]:
             self.report.warn(f"apexfx: capture() ran the forward, which writes {first_names(wrote)}: load the model again")
         return self.report
+
+
+class ForwardOfClass:
+    """The forward of a class of transformed models: graphs, or what was set on the model, which its source does not have.
+
+    Args:
+        function: calls the graphs.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @functools.partial(not_traced, reason=COMPILES_ITSELF)
+    def __get__(self, model: Any, cls: type) -> Any:
+        return self._function if model is None else model._apexfx_forward or self._function.__get__(model, cls)
+
+    def __set__(self, model: Any, forward: Callable[..., Any]) -> None:
+        model._apexfx_forward = forward
+
+    def __delete__(self, model: Any) -> None:
+        model._apexfx_forward = None
 
 
 def _is_float32(model: nn.Module) -> bool:

@@ -42,8 +42,8 @@ def traceable_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> 
 
 def traced_batch_norm(model: nn.Module, source: type[nn.Module], group: dist.ProcessGroup | None) -> Callable[..., Any]:
     """Return the function to trace as the forward of a transformed model that is such a batch norm itself."""
-    model.__dict__.update(_apexfx_class=source, _apexfx_group=_group_name(model, group))
-    return TraceableBatchNorm.forward
+    group_name = _group_name(model, group)
+    return lambda self, input: _forward(self, input, source, group_name)
 
 
 def _group_name(module: nn.Module, group: dist.ProcessGroup | None) -> str:
@@ -78,41 +78,39 @@ def note_eager(module: nn.Module, path: str, report: Report) -> None:
 
 
 class TraceableBatchNorm:
-    """Mixin for the class of a batch norm during a call; `_apexfx_group` names the group to synchronize over ("" for none).
-
-    A transformed model that is a batch norm itself borrows its forward.
-    """
+    """Mixin for the class of a batch norm during a call; `_apexfx_group` names the group to synchronize over ("" for none)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        original = self._apexfx_class.forward
-        if not (self.training or self.running_mean is None):
-            return original(self, input)
-        compiling = torch.compiler.is_compiling()
-        # Without running statistics eval() uses the batch's, and as in torch this rank's alone: it may evaluate alone.
-        group = self._apexfx_group if self.training else ""
-        if not compiling and group:
-            _check_eager(self)
-        # A checkpoint that a graph break left to eager recomputes by the original, after the call: it has to save the same.
-        if original not in _OWN_FORWARDS or not (compiling or group or isinstance(self, nn.SyncBatchNorm)):
-            return original(self, input)  # a user's subclass; under Dynamo the pass finds its F.batch_norm
-        if compiling and self.training and not isinstance(self, nn.SyncBatchNorm) and self.momentum is not None:
-            # F.batch_norm refuses one value per channel, though the ranks together may have more.
-            if not group or input.numel() != input.size(1):
-                return original(self, input)  # stays a batch norm node, for the pass to rewrite and report
-        self._check_input_dim(input)
-        tracked, updates = self.num_batches_tracked, self.training and self.track_running_stats
-        if updates and tracked is not None:
-            tracked.add_(1)
-        return sync_batch_norm(
-            input, self.weight, self.bias, self.running_mean if updates else None, self.running_var if updates else None,
-            num_batches_tracked=tracked if updates else None, momentum=self.momentum, eps=self.eps,
-            group_name=group,
-        )
+        return _forward(self, input, self._apexfx_class, self._apexfx_group)
 
 
-def _check_eager(module: nn.Module) -> None:
+def _forward(self: Any, input: Tensor, source: type[nn.Module], group_name: str) -> Tensor:
+    original = source.forward
+    if not (self.training or self.running_mean is None):
+        return original(self, input)
+    compiling = torch.compiler.is_compiling()
+    # Without running statistics eval() uses the batch's, and as in torch this rank's alone: it may evaluate alone.
+    group = group_name if self.training else ""
+    if not compiling and group:
+        _check_eager(self, source)
+    # A checkpoint that a graph break left to eager recomputes by the original, after the call: it has to save the same.
+    if original not in _OWN_FORWARDS or not (compiling or group or isinstance(self, nn.SyncBatchNorm)):
+        return original(self, input)  # a user's subclass; under Dynamo the pass finds its F.batch_norm
+    if compiling and self.training and not isinstance(self, nn.SyncBatchNorm) and self.momentum is not None:
+        # F.batch_norm refuses one value per channel, though the ranks together may have more.
+        if not group or input.numel() != input.size(1):
+            return original(self, input)  # stays a batch norm node, for the pass to rewrite and report
+    self._check_input_dim(input)
+    tracked, updates = self.num_batches_tracked, self.training and self.track_running_stats
+    if updates and tracked is not None:
+        tracked.add_(1)
+    return sync_batch_norm(
+        input, self.weight, self.bias, self.running_mean if updates else None, self.running_var if updates else None,
+        num_batches_tracked=tracked if updates else None, momentum=self.momentum, eps=self.eps, group_name=group)
+
+
+def _check_eager(module: nn.Module, source: type[nn.Module]) -> None:
     module.__dict__["_apexfx_in_eager"] = torch.is_grad_enabled()
-    source = module._apexfx_class
     if source.forward not in _OWN_FORWARDS:
         raise RuntimeError(
             f"apexfx: a batch norm, {module}, was left to eager by a graph break, where {source.__name__}.forward would use the "

@@ -22,7 +22,6 @@ from .._torch import (
     has_backward_hooks,
     is_dtensor,
     is_fsdp_source,
-    is_replica,
     is_traceable_wrapper_subclass,
     traced_random_objects,
     under_fully_shard,
@@ -106,9 +105,6 @@ def check_call(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """
     from .._torch_compilers import backend_around
 
-    if is_replica(model):
-        raise RuntimeError("apexfx: nn.DataParallel runs copies of the model, and the graphs of a transformed one use the "
-                           "original's parameters; start one process a GPU and use ddp=True")
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         raise RuntimeError(f"apexfx: {COMPILES_ITSELF}")
     if functorch_is_active():

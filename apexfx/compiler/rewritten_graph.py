@@ -149,8 +149,10 @@ def _check_collectives(gm: fx.GraphModule) -> None:
         if getattr(value(node), "requires_grad", False):
             raise ValueError(
                 f"apexfx: {source_line(node)} calls a function of torch.distributed on a tensor that requires a gradient: eager "
-                "sends none back to the other ranks, and a graph would. Give it x.detach(); or, where the gradient is wanted, "
-                "use torch.distributed._functional_collectives: all_gather_single(x, 0, group), or all_reduce(x, 'sum', group)")
+                "sends none back to the other ranks, and a graph would. Give it x.detach(), which it writes as it does x: that "
+                "trains what eager trains. Where gradients of the other ranks are wanted, too, use torch.distributed."
+                "_functional_collectives: all_gather_single(x, 0, group), or all_reduce(x, 'sum', group); of a loss that all "
+                "ranks have alike, all_reduce's are world_size times as large as eager's")
 
 
 @contextlib.contextmanager

@@ -41,8 +41,7 @@ class TraceableClasses:
         self._num_calls, self._lock = 0, threading.Lock()  # calls under way: one in another, or in several threads
 
     @contextlib.contextmanager
-    def in_place(self, model: nn.Module, others: Iterable[nn.Module] = (), *, cached: bool = False,
-                 itself: type[nn.Module] | None = None) -> Iterator[None]:
+    def in_place(self, model: nn.Module, others: Iterable[nn.Module] = (), *, cached: bool = False) -> Iterator[None]:
         """Have modules of other classes until the end of the context; where contexts overlap, until the end of the last.
 
         The modules are looked through each time, so that what was changed, added or replaced since is seen.
@@ -51,14 +50,11 @@ class TraceableClasses:
             model: the same each time.
             others: modules to be looked through as well, whose batch norms are not synchronized.
             cached: for graphs that were compiled before alone, whose guards see modules that are not of the class of then.
-            itself: the class that the model is to have, or None.
         """
         with self._lock:
             if not self._num_calls:
                 if not cached or any(type(module) is not own for module, own, _ in self._found):
                     self._found = [*_find(model, self._group), *(each for root in others for each in _find(root, None))]
-                    if itself is not None:
-                        self._found.append((model, type(model), itself))
                 for module, _, cls in self._found:
                     module.__class__ = cls
                 self.in_use = True

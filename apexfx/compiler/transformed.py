@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def get_compiled(module: nn.Module) -> CompiledModel | None:
     """Return what the forward of a transformed module calls; None for any other module."""
-    return module.__dict__.get("_apexfx")
+    return module._apexfx if hasattr(type(module), "_apexfx") else None
 
 
 def check_not_averaged(model: nn.Module, advice: str) -> None:

@@ -20,7 +20,7 @@ from ..distributed.agreement import Agreement
 from ..distributed.broadcast import broadcast_from_first
 from ..ranks import has_group
 from ..train_step.replicas import check_replicas
-from ..transform import TransformedModule, make_transformed, source_class
+from ..transform import TransformedModule, make_transformed, source_of
 from .arguments import check_arguments, names_of
 from .averaging import AveragingOptions, EagerAveraging
 from .flat import apply_flat_dist_call as apply_flat_dist_call
@@ -238,5 +238,4 @@ def data_parallel_copy(
     config = dataclasses.replace(compiled.config, ddp=buckets, process_group=process_group)
     compiler = compiler_for(config)
     set_up(module, config, compiler.groups, compiler.agreement, broadcast_buffers=broadcast_buffers)
-    state = {name: value for name, value in module.__dict__.items() if name != "_apexfx"} | compiled.own_forward
-    return make_transformed(source_class(module), state, config, compiler)
+    return make_transformed(source_of(module), config, compiler)

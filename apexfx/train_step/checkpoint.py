@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch import is_dtensor, tree_leaves, tree_map
+from ..optimizers._checkpoints import short
 from ..optimizers.layout import WHOLE, check_own
 from ..ranks import rank
 from .components import Components
@@ -18,6 +19,7 @@ from .slots import section
 log = logging.getLogger(__name__)
 
 _ALWAYS = {"model", "optimizer", "scaler", "num_ranks"}
+_OTHERS = {"objective", "kept"}  # that are no sections of slots
 
 
 def save(components: Components) -> dict[str, Any]:
@@ -27,6 +29,7 @@ def save(components: Components) -> dict[str, Any]:
     if of_objective := components.objective_modules.state_dict():
         state["objective"] = of_objective
     components.slots.save(state, _named(components))
+    state["kept"] = _kept(components, state)
     return state
 
 
@@ -59,6 +62,7 @@ def load(components: Components, state: dict[str, Any]) -> None:
         for name, holder in holders.items():
             holder.load_state_dict(held if name == "model" else state[name])
         components.optimizers.check_held(names_of_parameters(components))
+        _check_kept(components, state)
     except BaseException:
         for name, holder in holders.items():
             holder.load_state_dict(before[name])
@@ -80,7 +84,10 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
         check_own(held)
     if not isinstance(ranks := state["num_ranks"], int) or ranks < 1:
         raise ValueError(f"apexfx: the state was given with num_ranks={ranks!r}, expected a whole number, 1 or more")
-    for name in state.keys() - _ALWAYS - {"objective"} | {"scaler"}:
+    if not isinstance(kept := state.get("kept", []), list) or not all(isinstance(each, int) for each in kept):
+        raise ValueError(f"apexfx: the state was given with kept={short(kept)}, expected a list of whole numbers; load what "
+                         "state_dict() has returned")
+    for name in state.keys() - _ALWAYS - _OTHERS | {"scaler"}:
         section(state, (name, ""))
     own: dict[str, Any] = {"scaler": {}}
     components.slots.save(own, {})
@@ -91,13 +98,32 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
         log.warning("apexfx: the state was saved with %s, and this step has loss_scale=%r: what the state lacks begins anew, "
                     "and what the step has no use for is dropped", sorted(state["scaler"]) or "no loss scale",
                     components.loss_scaling)
-    for name in sorted((state.keys() ^ own.keys()) - _ALWAYS - {"objective"}):
+    for name in sorted((state.keys() ^ own.keys()) - _ALWAYS - _OTHERS):
         log.warning("apexfx: the state has nothing of %s=, whose tensors begin anew" if name in own else
                     "apexfx: the state has tensors of %s=, which are dropped; make the step with that to go on with them", name)
     for name in sorted(state["parts"].keys() ^ own["parts"].keys()) if state.get("parts") and "parts" in own else ():
         log.warning("apexfx: the state has no slot %r of parts=, which begins anew" if name in own["parts"] else
                     "apexfx: the state has the slot %r of parts=, which no part of this step declares and which is dropped", name)
     return state
+
+
+def _kept(components: Components, state: dict[str, Any]) -> list[int]:
+    """Return of each parameter how many entries optimizers, and the slots in a state, have of it."""
+    sections = [held for name, section in state.items() if name not in ("model", "optimizer", "objective")
+                and isinstance(section, dict) for held in section.values() if isinstance(held, dict)]
+    of_optimizers = [{p: len(held) for p, held in each.state.items() if isinstance(held, dict)} for each in components.optimizers]
+    return [sum(held.get(p, 0) for held in of_optimizers) + sum(name in held for held in sections)
+            for name, p in _named(components).items()]
+
+
+def _check_kept(components: Components, state: dict[str, Any]) -> None:
+    """Refuse a state that has lost what was kept of a parameter that is frozen now: `dcp.load` fills what is there alone."""
+    for (name, p), saved, given in zip(_named(components).items(), state.get("kept", ()), _kept(components, state)):
+        if saved > given and not p.requires_grad:
+            raise ValueError(f"apexfx: the state was saved with {saved} entries that belong to parameter {name!r}, of optimizer "
+                             f"and averages, and was given with {given}: torch.distributed.checkpoint.load() fills what the "
+                             "state_dict() of a new step has, and that is of the parameters that are trained. Call "
+                             "requires_grad_(True) on it before state_dict(), and freeze it again after load_state_dict()")
 
 
 def names_of_parameters(components: Components) -> dict[int, str]:

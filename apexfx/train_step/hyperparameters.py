@@ -42,13 +42,20 @@ class Hyperparameters:
                     self.numbers[scalar] = number
 
 
-def constants_of(optimizers: Iterable[torch.optim.Optimizer], scheduled: Set[Option]) -> dict[str, float]:
-    """Return the numbers of groups that are constants of the graph, by name: "betas[0] of group 1 of AdamW"."""
+def numbers_of(optimizers: Iterable[torch.optim.Optimizer], left_out: Set[Option] = frozenset()) -> dict[str, float]:
+    """Return the numbers of groups, tensors on a device aside, by name: "betas[0] of group 1 of AdamW"."""
     return {f"{name}{f'[{at}]' if several else ''} of group {place} of {type(optimizer).__name__}": float(number)
             for owner, optimizer in enumerate(optimizers) for place, group in enumerate(optimizer.param_groups)
-            for name, option in group.items() if name not in ("lr", "params") and (owner, place, name) not in scheduled
+            for name, option in group.items() if name != "params" and (owner, place, name) not in left_out
             for several in [isinstance(option, (tuple, list))] for at, number in enumerate(option if several else [option])
-            if isinstance(number, (int, float))}
+            if isinstance(number, (int, float))
+            or isinstance(number, Tensor) and number.device.type == "cpu" and number.numel() == 1}
+
+
+def constants_of(optimizers: Iterable[torch.optim.Optimizer], scheduled: Set[Option]) -> dict[str, float]:
+    """Return the numbers of groups that are constants of the graph, as `numbers_of`."""
+    rates = {(owner, place, "lr") for owner, each in enumerate(optimizers) for place in range(len(each.param_groups))}
+    return numbers_of(optimizers, scheduled | rates)
 
 
 def read_options(optimizers: Iterable[torch.optim.Optimizer], before: Mapping[Option, Any],

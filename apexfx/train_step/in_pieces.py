@@ -21,7 +21,7 @@ from ..buckets.eager_reduce import averaged_copies
 from ..compiler.compiled_model import CompiledModel, with_private_code
 from ..compiler.graph_compiler import GraphCompiler
 from ..compiler.refusals import COMPILES_ITSELF
-from ..distributed.agreement import explained
+from ..distributed.agreement import Communication, explained
 from .accumulation import accumulate_gradients, add_accumulated
 from .capture_errors import NotOneGraph, calls_backward, capture_errors, counts_apart, sparse_gradient, untrainable_loss
 from .components import Components
@@ -80,7 +80,8 @@ class StepInPieces(StepGraphs):
             if inputs.calls > 1:
                 grads = add_accumulated(inputs, grads, weighted)
             if agreement is not None:
-                agreement.ensure("training step in pieces", ["the average of the gradients"])
+                agreement.before_run(Communication("training step in pieces", ["the average of the gradients"],
+                                                   numbers=self._state.numbers))
             if has_any:  # otherwise the step is refused
                 self._state.note_communication()
             with explained(group, "the average of the gradients"):

@@ -116,6 +116,7 @@ class ShardedModel:
         self.in_float16 = any(each.policy.param_dtype == torch.float16 for each in groups)
         self._groups = [(each, [_Parameter(record, each.policy.param_dtype) for record in each.params]) for each in groups]
         self._parameters = [p for _, members in self._groups for p in members]
+        fsdp.reshard_after_forward(model, groups)
 
     def check(self, model: nn.Module, trained: Sequence[Tensor], optimizers: OptimizerList, options: StepOptions) -> None:
         """Refuse what is not there yet for a sharded model, and what would train each rank apart.
@@ -155,7 +156,7 @@ class ShardedModel:
         check_by_element(optimizers, options.parts)
 
     def reshard(self) -> None:
-        """Drop whole parameters that an evaluation has left."""
+        """Drop whole parameters that are in the model, see `PlainModules.reshard`."""
         self._plain.reshard()
 
     @contextlib.contextmanager

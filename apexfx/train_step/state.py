@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled
+from .._torch import gradients_read, has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled
 from ..buckets.plan import given_plan
 from ..compiler.buffers_put_back import KeptBuffers
 from ..compiler.refusals import check_whole
@@ -23,7 +23,7 @@ from ..optimizers.update_rules import Option
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters
 from .components import Components
-from .hyperparameters import constants_of, read_options
+from .hyperparameters import constants_of, numbers_of, read_options
 from .mean import StepMean
 from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, trained_parameters
@@ -63,11 +63,6 @@ class StepState:
     def tensors(self) -> list[Tensor]:
         """Those of the slots; of a sharded one the rows that this rank has."""
         return [local_rows(each.tensor) for each in self.slot_tensors]
-
-    @property
-    def numbers(self) -> Mapping[str, float]:
-        """Those of the optimizers' groups, where they update in the graph, by name."""
-        return {**self.constants, **self.optimizer.hyperparameters.numbers} if self.optimizer is not None else {}
 
     @functools.cached_property
     def compared(self) -> list[tuple[str, Tensor]]:
@@ -161,11 +156,6 @@ class TrainingState:
 
     # ---- before a call ----------------------------------------------------------------------------------------------------
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the optimizer has its state: not before the first call, nor behind a first one that failed."""
-        return self._structure is not None or self.num_calls > 0
-
     def prepare(self, *, cached: bool = False) -> None:
         """Read what a user may have changed since the last call.
 
@@ -193,9 +183,30 @@ class TrainingState:
             group=self._group and self._group.group_name, divisor=self._divisor, plan=now.plan.text,
             ranks=self._group.size() if options.shard == "gradients" and options.accumulate > 1 else 0)
 
+    def check_reads(self) -> None:
+        """Refuse the frame that Dynamo is compiling where it reads a gradient, which no step leaves there for it.
+
+        Raises:
+            ValueError: the line, and the parameter.
+        """
+        trained, sharded = {id(p): p for p in self.now.params}, self._components.sharded
+        if sharded is not None:
+            trained |= dict(zip(map(id, sharded.wholes(self.now.params)[0]), self.now.params))
+        for tensor, line in gradients_read() if not self._components.options.keep_grads else ():
+            if (p := trained.get(id(tensor))) is not None:
+                raise ValueError(f"apexfx: {line} reads the .grad of parameter {self.now.names[id(p)]!r}, which a training step "
+                                 "leaves as it was before, None say; make the step with keep_grads=True, with which it has the "
+                                 "gradient of the step before")
+
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""
         return self.num_calls % self._components.options.accumulate
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of the optimizers' groups, by name, but for tensors on a device."""
+        if (now := self.now).optimizer is None:  # whose own step() reads them
+            return numbers_of(self._components.optimizers)
+        return {**now.constants, **now.optimizer.hyperparameters.numbers}
 
     def name_of(self, place: int) -> str | None:
         """Return the name of one of the parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -20,7 +21,7 @@ from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups, averaged_over_none
 from ..compiler.traced import Traced
 from ..config import TransformConfig
-from ..distributed.agreement import check_alive
+from ..distributed.agreement import Communication, check_alive
 from ..errors import NonFiniteError
 from ..graph.printing import count_text
 from ..host_memory import keep_freed_memory
@@ -32,6 +33,7 @@ from .agreed_settings import set_up_step
 from .bundle_recorder import BundleRecorder
 from .components import CallGraphs, Components
 from .flush import apply_accumulated
+from .hyperparameters import numbers_of
 from .last_update import LastUpdate
 from .model import StepModel, check_modules, check_traceable
 from .objective import ObjectiveModules
@@ -197,7 +199,9 @@ class TrainStep:
         with state.all_or_nothing(), torch.no_grad():
             self._last.forget_call()
             if components.agreement is not None and (components.groups.gradients or components.groups.shards) is not None:
-                components.agreement.ensure("calls that flush() applies", [f"after call {state.num_calls}", num_calls])
+                components.agreement.before_run(Communication(
+                    "calls that flush() applies", [f"after call {state.num_calls}", num_calls],
+                    numbers=functools.partial(numbers_of, components.optimizers)))
             if not num_calls:
                 return
             state.prepare()
@@ -380,7 +384,8 @@ class TrainStep:
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """Return the state of model, optimizer, loss scale, safeguard and averages, and what is trained of the objective.
 
-        Of a step that was never called, too, it has all tensors that `torch.distributed.checkpoint.load` is to fill.
+        Of a step that was never called, too, it has all tensors that `torch.distributed.checkpoint.load` is to fill, of the
+        parameters that require a gradient now.
 
         Args:
             full: whole tensors on the CPU in the place of what each rank has rows of, on rank 0; {} on the others. All ranks call
@@ -401,7 +406,7 @@ class TrainStep:
         components = self._components
         if full and components.of_rows and components.agreement is not None:
             components.agreement.ensure("calls before step.state_dict(full=True), which gathers", [self._state.num_calls])
-        if not self._state.is_read:
+        if not self._state.num_calls:
             with self._state.all_or_nothing():
                 self._state.prepare()
         state = checkpoint.save(components)

@@ -142,6 +142,8 @@ class StepCompiler:
         check_indices = IndexRanges(gm, placeholders, self.config.check_indices)
         _check_no_backward(gm)
         check_functions(gm)
+        if self.state is not None:
+            self.state.check_reads()
         leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
         reached = _reached(gm)
         by_forward = _written_by_forward(gm, placeholders)
@@ -176,7 +178,7 @@ class StepCompiler:
                                         reached if self.step.reduces_each_call else ())
         agreement = self.step.agreement if collectives else None
         communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.step.index.mode,
-                                      lambda: self.state.now.numbers)
+                                      lambda: self.state.numbers())
 
         def before_communicating() -> None:
             if agreement is not None:

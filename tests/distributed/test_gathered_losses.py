@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import apexfx
-from tests.distributed.launch import on_ranks
+from tests.distributed.launch import on_ranks, run_ranks
 
 
 def listed(x):
@@ -48,6 +48,16 @@ def with_own(x):
     return torch.cat(gathered)
 
 
+def summed(x):
+    dist.all_reduce(x)
+    return x
+
+
+def summed_apart(x):
+    dist.all_reduce(x.detach())  # what the refusal says to write
+    return x
+
+
 def undetached(x):
     gathered = listed(x)
     dist.all_gather(gathered, x)
@@ -58,7 +68,21 @@ def undetached(x):
 GATHER = {"functional": lambda x: functional.all_gather_single(x, 0, dist.group.WORLD), "own function": lambda x: torch.cat(
     Gathered.apply(x)), "without gradient": without_gradient, "with its own": with_own}
 REFUSED = {undetached: r"test_gathered_losses.py:\d+ calls a function of torch.distributed .*x.detach\(\).*all_gather_single",
+           summed: r"test_gathered_losses.py:\d+ calls a function of .*x.detach\(\), which it writes as it does x",
            lambda x: torch.cat(differentiable.all_gather(x)): "all_gather_single instead"}
+
+
+class Barlow(nn.Module):
+    """As Barlow Twins has it: the products of two views are summed over the ranks, of which the loss is."""
+
+    def __init__(self, summed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.summed = nn.Linear(6, 4), nn.Linear(5, 4), summed
+
+    def forward(self, x, y):
+        c = self.summed((self.a(x).T @ self.b(y)).div_(len(x) * dist.get_world_size()))
+        return (c - torch.eye(4)).square().sum()
 
 
 class Clip(nn.Module):
@@ -80,14 +104,18 @@ def batches(rank):
     return [(torch.randn(3, 6, generator=generator), torch.randn(3, 5, generator=generator)) for _ in range(3)]
 
 
-def trained(rank, gather, style):
+def trained(rank, gather, style, level="O0", inner="eager"):
     """Return the parameters after three steps."""
-    model, options = Clip(gather), {"opt_level": "O0", "inner": "eager", "ddp": True}
+    torch.compiler.reset()
+    model = (Barlow if gather in (summed, summed_apart) else Clip)(gather)
+    options = {"opt_level": level, "inner": inner, "ddp": True, **({} if level == "O0" else {"dtype": torch.bfloat16})}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     if style == "step":
         step = apexfx.train_step(model, objective=lambda m, x, y: m(x, y), optimizer=optimizer, **options)
     else:
         run = apexfx.transform(model, **options) if style == "transform" else nn.parallel.DistributedDataParallel(model)
+        if style == "backend":
+            run = torch.compile(run, backend="apex", options={**options, "ddp": False})
 
         def step(x, y):
             optimizer.zero_grad()
@@ -117,3 +145,22 @@ def test_losses_that_gather_over_ranks(rank, world_size):
     for gather, message in REFUSED.items():
         with pytest.raises((ValueError, RuntimeError), match=message):
             trained(rank, gather, "transform" if gather is undetached else "step")
+
+
+def summed_as_in_eager(rank, world_size, ways):
+    expected = trained(rank, summed, "eager")
+    torch.testing.assert_close(trained(rank, summed_apart, "eager"), expected, rtol=0, atol=0)
+    for style, level, inner in ways:
+        close = {"rtol": 1e-5, "atol": 1e-6} if level == "O0" else {"rtol": 0.05, "atol": 0.02}
+        torch.testing.assert_close(trained(rank, summed_apart, style, level, inner), expected, **close)
+
+
+WAYS = [(style, level, inner) for inner in ("eager", "inductor") for style in ("step", "transform", "backend")
+        for level in ("O0", "O2")]
+
+
+@pytest.mark.parametrize("ways", [
+    pytest.param([("step", "O0", "inductor"), ("transform", "O2", "eager")], id="two"),
+    pytest.param(WAYS, id="all", marks=pytest.mark.long)])
+def test_a_sum_over_ranks_in_a_loss_trains_what_it_trained(ways):
+    run_ranks(summed_as_in_eager, 2, ways)

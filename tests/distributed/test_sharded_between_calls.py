@@ -123,6 +123,60 @@ def freezes(pair):
     pair.train(calls=2)
 
 
+def of_the_model(model, optimizer, trains):
+    model.head.requires_grad_(trains)
+
+
+def of_the_optimizer(model, optimizer, trains):
+    for p in optimizer.param_groups[0]["params"][-2:]:
+        p.requires_grad_(trains)
+
+
+def of_both_and_back(model, optimizer, trains):
+    for freezes, value in ((of_the_model, trains), (of_the_optimizer, not trains), (of_the_model, trains)):
+        freezes(model, optimizer, value)
+
+
+def set_after_an_evaluation(pair):
+    """FSDP2 leaves its root whole, where what is set is lost with the whole parameters; in its own loop it is not whole."""
+    pair.step.capture(torch.ones(2, 7), torch.zeros(2, dtype=torch.long))
+    for place, change in enumerate((of_the_model, of_the_optimizer, of_both_and_back)):
+        for trains in (False, True):
+            with torch.set_grad_enabled(place == 1):  # an evaluation may keep what a backward would read
+                pair.each(lambda model, _: model(torch.ones(2, 7)))
+            pair.theirs.reshard()
+            pair.each(lambda model, _: model.state_dict() if place == 0 else None)
+            pair.each(lambda *each: change(*each, trains))
+            with torch.no_grad():
+                pair.each(lambda model, _: model.head.weight.mul_(0.5))
+            pair.train()
+            pair.check()
+
+
+def frozen_while_whole(rank):
+    """What is frozen while whole parameters are there is told, before a step is made and after it; then it can be set again."""
+    for level, whole_before in (("O0", True), ("O2", False)):
+        model = sharded("mlp")
+        made = lambda: apexfx.train_step(model, F.cross_entropy, OPTIMIZERS["sgd"](model.parameters()),  # noqa: E731
+                                         opt_level=level, inner="eager")
+        batch = batches(model, 1, rank, 2)[0]
+        if whole_before:
+            model.eval()(batch[0])
+            call = made
+        else:
+            (step := made())(*batch)
+            model.unshard()
+            call = lambda: step(*batch)  # noqa: E731
+        model.train().head.requires_grad_(False)
+        with pytest.raises(ValueError, match="requires_grad of parameter 'weight'.* call model.reshard\\(\\), and then"):
+            call()
+        model.reshard()
+        model.head.requires_grad_(False)
+        before = whole(model.head.state_dict())
+        (made() if whole_before else step)(*batch)
+        torch.testing.assert_close(whole(model.head.state_dict()), before, rtol=0, atol=0)
+
+
 def two_in_a_group():
     torch.manual_seed(0)
     model = Net(perceptron(), perceptron())
@@ -187,6 +241,8 @@ CASES = {
     "flushed": (flushed, {"accumulate": 4}),
     "a gather is pending": (unshards, {}),
     "frozen between": (freezes, {"accumulate": 2}),
+    "set after an evaluation": (set_after_an_evaluation, {}),
+    "frozen while whole": (frozen_while_whole, None),
     "two modules in a group": (Pair.train, {"make": two_in_a_group}),
     "another method": (Pair.train, {"make": with_a_method}),
     "summed in float32": (reduces_in_float32, None),

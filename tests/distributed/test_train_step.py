@@ -271,6 +271,50 @@ def test_ranks_that_would_update_otherwise_are_told(rank, world_size):
         group[name] = value
 
 
+def hooked(params, lr):
+    optimizer = torch.optim.SGD(params, lr=lr)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def branching(model, x, y):
+    return F.mse_loss(model(x) if x.sum() > 0 else -model(x), y)
+
+
+# Who updates -> (optimizer, options of the step): an op, a graph of its own step(), that step() outside of the graph.
+UPDATES = {
+    "outside": (hooked, {}), "op": (torch.optim.SGD, {}), "op of rows": (torch.optim.AdamW, {"shard": "optimizer"}),
+    "traced": (torch.optim.RMSprop, {}), "in pieces": (torch.optim.SGD, {"fallback": "transform"}),
+    "flushed": (torch.optim.SGD, {"accumulate": 3}),
+}
+
+
+def number_of_one_rank(rank, world_size, names):
+    """A number, or a tensor on the CPU, that one rank puts in the place of another or writes is told, and nothing is updated."""
+    batch = torch.ones(4, 3), torch.ones(4, 2)
+    for name in names:
+        optimizer, options = UPDATES[name]
+        for first, change in ((0.1, None), (torch.tensor(0.1), None), (torch.tensor(0.1), torch.Tensor.fill_)):
+            model = nn.Linear(3, 2)
+            step = apexfx.train_step(model, objective=branching if name == "in pieces" else lambda m, x, y: F.mse_loss(m(x), y),
+                                     optimizer=optimizer(model.parameters(), lr=first), ddp=True, opt_level="O0", inner="eager",
+                                     **options)
+            step(*batch)
+            group, before = step.optimizer.param_groups[0], copy.deepcopy(model.state_dict())
+            if rank and change is not None:
+                change(group["lr"], 0.5)
+            elif rank:
+                group["lr"] = torch.tensor(0.5) if isinstance(first, torch.Tensor) else 0.5
+            with pytest.raises(apexfx.RankMismatchError, match=r"lr\S*( of group 0 of \w+)?: rank 0 has 0.1\d*, rank 1 has 0.5"):
+                step.flush() if name == "flushed" else step(*batch)
+            torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@table(1, "name", list(UPDATES))
+def test_a_number_that_one_rank_changes_is_told(name):
+    run_ranks(number_of_one_rank, 2, [name])
+
+
 class Heads(nn.Module):
     """Which of the heads, all of one shape, is used is an argument."""
 

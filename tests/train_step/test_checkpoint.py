@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn, optim
 
@@ -81,7 +83,7 @@ ENTRIES = [
     ("optimizer", "param_groups", 0), *(("optimizer", "param_groups", 0, name) for name in ("params", "lr", "betas", "eps",
                                                                                            "weight_decay", "amsgrad")),
     ("scaler",), *(("scaler", name) for name in ("loss_scale", "growth_tracker", "skips")),
-    ("num_ranks",), ("objective",), ("objective", "loss_fn.log"),
+    ("num_ranks",), ("kept",), ("objective",), ("objective", "loss_fn.log"),
     ("safeguard",), ("safeguard", "safeguard"), ("safeguard", "skipped_steps"),
     ("ema",), ("ema", "averages"), ("ema", "counts"), ("ema", "averages", "0.weight"), ("ema", "counts", "0.weight"),
 ]
@@ -100,7 +102,7 @@ LOADED = {
         ("missing", "0")),
     **dict.fromkeys((("optimizer", "state", 0, "step"), ("ema", "counts", "0.weight")), ("0",)),
     **dict.fromkeys((("safeguard",), ("ema",)), ("missing", "extra")),
-    **dict.fromkeys((("scaler", "loss_scale"), ("objective",)), ("missing",)),
+    **dict.fromkeys((("scaler", "loss_scale"), ("kept",), ("objective",)), ("missing",)),
 }
 
 
@@ -149,7 +151,7 @@ def test_every_damage_of_every_entry(start):
     assert not wrong
 
 
-# ---- an optimizer's state of which a part is missing -----------------------------------------------------------------------
+# ---- what torch.distributed.checkpoint finds no place for ------------------------------------------------------------------
 
 OPTIMIZERS = {
     "SGD": optim.SGD, "SGD momentum": functools.partial(optim.SGD, momentum=0.9),
@@ -161,7 +163,51 @@ OPTIMIZERS = {
     "FusedLAMB": fused.FusedLAMB, "FusedNovoGrad": fused.FusedNovoGrad, "FusedAdagrad": fused.FusedAdagrad,
     "FusedMixedPrecisionLamb": fused.FusedMixedPrecisionLamb,
 }
+KEEPING = {"AdamW": {}, "SGD momentum": {}, "RMSprop": {}, "FusedAdam": {}, "SGD": {"ema": apexfx.EMA(0.5)}}
 
+
+FROZEN = r"belong to parameter '0\.\w+', .* Call requires_grad_\(True\) on it before"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage")
+@table(2, "name", list(KEEPING))
+def test_what_is_kept_of_a_parameter_that_is_frozen_where_dcp_loads_is_not_lost(name, tmp_path):
+    step, refused, loaded = [make(functools.partial(OPTIMIZERS[name], lr=0.01), **{"ema": None, **KEEPING[name]})
+                             for _ in range(3)]
+    first, second, third = batches(3)
+    for batch, trains in ((first, True), (second, False)):
+        step.model[0].requires_grad_(trains)
+        step(*batch)
+    dcp.save({"step": step.state_dict()}, checkpoint_id=tmp_path)
+    refused.model[0].requires_grad_(False)
+    before = copy.deepcopy(refused.state_dict()["model"])
+    for each in (refused, loaded):
+        dcp.load(states := {"step": copy.deepcopy(each.state_dict())}, checkpoint_id=tmp_path)
+        each.model[0].requires_grad_(False)
+        with contextlib.nullcontext() if each is loaded else pytest.raises(ValueError, match=FROZEN):
+            each.load_state_dict(states["step"])
+    assert same(refused.state_dict()["model"], before)
+    for each in (step, loaded):
+        each.model[0].requires_grad_(True)
+        each(*third)
+    one, other = loaded.state_dict(), step.state_dict()
+    assert same(one["model"], other["model"]) and same(one["optimizer"]["state"], other["optimizer"]["state"])
+    assert same(one.get("ema"), other.get("ema"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage")
+def test_a_parameter_that_was_never_trained_needs_no_place(tmp_path):
+    steps = [make() for _ in range(2)]
+    for step in steps:
+        step.model[0].requires_grad_(False)
+    steps[0](*batches(1)[0])
+    dcp.save({"step": steps[0].state_dict()}, checkpoint_id=tmp_path)
+    dcp.load(states := {"step": steps[1].state_dict()}, checkpoint_id=tmp_path)
+    steps[1].load_state_dict(states["step"])
+    assert same(steps[1].state_dict(), steps[0].state_dict())
+
+
+# ---- an optimizer's state of which a part is missing -----------------------------------------------------------------------
 
 def matrix(name):
     torch.manual_seed(0)

@@ -42,6 +42,56 @@ def test_backward_of_the_loss(options):
     step(X, Y)
 
 
+class ReadsGradients(nn.Linear):
+    """Scales by the gradient of the step before, or resets what there is, as an inner loop does."""
+
+    does = ""
+
+    def forward(self, x):
+        if self.does == "resets":
+            self.zero_grad()
+        return super().forward(x) * (1.0 if self.does != "reads" or self.bias.grad is None else 1.0 + self.bias.grad.norm())
+
+
+@table(2, "in_loss, left, level", [(in_loss, left, level) for in_loss in (False, True) for left in (False, True)
+                                   for level in ("O0", "O2")])
+def test_a_gradient_that_is_read(in_loss, left, level):
+    model = ReadsGradients(6, 4)
+    if left:  # by a backward of before
+        F.cross_entropy(model(X), Y).backward()
+    model.does = "" if in_loss else "reads"
+
+    def objective(m, x, y):
+        return F.cross_entropy(m(x), y) + (0 if not in_loss or m.bias.grad is None else m.bias.grad.sum())
+
+    options = {"opt_level": level, "inner": "eager", "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with pytest.raises(ValueError, match=r"test_common_mistakes.py:\d+ reads the .grad of parameter 'bias'.* keep_grads=True"):
+        apexfx.train_step(model, objective=objective, **options)(X, Y)
+
+
+def test_with_keep_grads_it_is_that_of_the_step_before():
+    models = [ReadsGradients(6, 4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model in models:
+        model.does = "reads"
+    step = apexfx.train_step(models[0], F.cross_entropy, optimizers[0], opt_level="O0", inner="eager", keep_grads=True)
+    for _ in range(3):
+        step(X, Y)
+        loss = F.cross_entropy(models[1](X), Y)
+        optimizers[1].zero_grad()
+        loss.backward()
+        optimizers[1].step()
+    torch.testing.assert_close(*(model.state_dict() for model in models))
+
+
+def test_gradients_that_are_reset_in_a_forward_are_not_read():
+    model = ReadsGradients(6, 4)
+    model.does = "resets"
+    step = make(model=model)
+    assert float(step(X, Y)) > float(step(X, Y))
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, apexfx.optimizers.FusedAdam])
 def test_a_step_of_the_optimizer_beside_it(optimizer, caplog):
     step = make(optimizer)
