@@ -11,6 +11,18 @@ LENGTHS = ("the length of sequences that the model loops over (pad to a few leng
            "all)")
 
 
+# Of a training step, whose plan is a long text.
+_OTHER_PLAN = ("the update is another: it is known which parameters have a gradient (freeze those that the loss never uses, by "
+               "requires_grad_(False), and the first graph is for that), or a number of a group has changed")
+_OTHER_SIZE = ("; DataLoader(drop_last=True) leaves a smaller last batch out, and torch._dynamo.mark_dynamic(x, 0) in front of "
+               "the first call has one graph for all sizes")
+
+
+def told(reason: str) -> str:
+    """Return what a graph that is compiled again is announced by."""
+    return f"compiles again: {reason}{_OTHER_SIZE if 'size mismatch' in reason else ''}"
+
+
 def limit_hit(name: str) -> Exception:
     """Return the error of a method of a transformed model, `name`, that was compiled too often."""
     from .._torch_compilers import FailOnRecompileLimitHit, dynamo_config
@@ -30,6 +42,8 @@ def why_compiled_again(record: GraphReport, earlier: Sequence[GraphReport]) -> s
     from .._torch_compilers import recompile_reason
 
     reason = recompile_reason()
+    if "inputs.plan" in reason:
+        reason = _OTHER_PLAN
     alike = [graph for graph in earlier if all(
         getattr(graph, name) == getattr(record, name) for name in ("mode", "training", "local", "parameters", "breaks"))]
     if not reason or not alike or alike[-1] is earlier[-1]:

@@ -39,7 +39,7 @@ from .pipeline import Pipeline
 from .process_groups import Groups
 from .progress import PROGRESS, captured
 from .prover import Prover
-from .recompiles import why_compiled_again
+from .recompiles import told, why_compiled_again
 from .refusals import check_inputs, check_python_objects
 from .verification import real_inputs
 
@@ -134,6 +134,8 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
                          inputs=tuple(f"{p.name} {_shape(p)}" for p in placeholders if p.kind == "input"),
                          breaks=tuple(graph_breaks_around(gm)), constants=capture.constants())
     record.recompiled = why_compiled_again(record, report.graphs)
+    if record.recompiled:
+        PROGRESS.enter(told(record.recompiled))
     uuid = cache.uuid(config.describe(), pipeline.passes, {
         "groups": groups.describe(), "reduce": reduces, "left_out": context.left_out,
         "inputs": [[p.name, p.kind] for p in placeholders]})

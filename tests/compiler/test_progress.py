@@ -67,6 +67,24 @@ def test_a_long_call_says_a_line_a_stage_in_a_log(entry, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+class Unused(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.unused = nn.Linear(4, 3)
+
+
+def test_what_is_compiled_again_is_told_with_what_spares_it(monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    model = Unused()
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters()), opt_level="O0", inner="eager")
+    for rows in (4, 4, 3):
+        step(torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64))
+    parameters, size = [line for line in sys.stderr.getvalue().splitlines() if "compiles again" in line]
+    assert "freeze those that the loss never uses" in parameters
+    assert "expected 4, actual 3; DataLoader(drop_last=True)" in size and "mark_dynamic(x, 0)" in size
+
+
 @ENTRIES
 def test_a_long_call_rewrites_a_line_in_a_terminal(entry, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS", 0.0)
