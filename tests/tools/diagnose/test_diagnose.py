@@ -147,7 +147,8 @@ def test_it_names_the_line(case, tmp_path, capsys):
 def test_it_invents_nothing(case, tmp_path, capsys):
     path, _ = script(tmp_path, CLEAN[case])
     result = diagnose(str(path), [], num_steps=4)
-    assert not result.findings, result
+    # Of torch's default update fused=True may be measured to be faster.
+    assert not [each for each in result.findings if each.kind != "unfused_update" or not each.saving_ms], result
 
 
 def test_the_script_runs_as_it_would_alone(tmp_path, capsys, monkeypatch):
