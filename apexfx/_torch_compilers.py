@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import json
 import math
 import operator
@@ -42,6 +43,8 @@ from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVa
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
 from torch._dynamo.variables.higher_order_ops import InvokeSubgraphHigherOrderVariable
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as aot_checkpoints
@@ -77,6 +80,7 @@ from ._torch import (
     current_translator,
     ends_in_graph_break,
     functorch_config,
+    functorch_grad,
     in_graphs,
     innermost_backend,
     traced_expression,
@@ -565,6 +569,32 @@ def _inline_region(call: Callable[..., Any]) -> Callable[..., Any]:
     return inline
 
 
+_PARAMETERS_OF_GRAD = tuple(inspect.signature(torch.autograd.grad).parameters)
+
+
+def _trace_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `torch.autograd.grad`, and what `torch.func` has in its place, in graphs of ours by what eager takes, and for any
+    number of rows. Dynamo (2.13) does not where
+
+    - tensors come in another iterable than a list or tuple: `model.parameters()`, an `nn.ParameterList`;
+    - the backward itself counts rows, as that of `o[mask] = token` does: their number is looked for among the gradients.
+    """
+    @functools.wraps(call)
+    def call_function(self: TorchInGraphFunctionVariable, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.value not in (torch.autograd.grad, functorch_grad) or not _is_ours(innermost_backend(tx.output.compiler_fn)):
+            return call(self, tx, args, kwargs)
+        if self.value is torch.autograd.grad:
+            given = dict(zip(_PARAMETERS_OF_GRAD, args), **kwargs)
+            for name, each in ((name, given[name].realize()) for name in ("outputs", "inputs", "grad_outputs") if name in given):
+                if not (each.is_tensor() or each.is_python_constant() or isinstance(each, (BaseListVariable, ConstDictVariable))):
+                    given[name] = BuiltinVariable(tuple).call_function(tx, [each], {})
+            args, kwargs = [given.pop(name) for name in ("outputs", "inputs") if name in given], given  # these by position
+        with tx.output.shape_env.ignore_fresh_unbacked_symbols():
+            return call(self, tx, args, kwargs)
+
+    return call_function
+
+
 _HEADER = re.compile(r"^[ \t]*#[ \t]*(?:include|define PY_SSIZE_T_CLEAN)\b.*$", re.MULTILINE)
 
 
@@ -579,3 +609,4 @@ for op in (operator.is_, operator.is_not):  # in front of what takes every const
     BuiltinVariable._binop_handlers()[op][:0] = [(types, _compare_sizes(op)) for types in (
         (SymNodeVariable, ConstantVariable), (ConstantVariable, SymNodeVariable), (SymNodeVariable, SymNodeVariable))]
 InvokeSubgraphHigherOrderVariable._call_function = _inline_region(InvokeSubgraphHigherOrderVariable._call_function)
+TorchInGraphFunctionVariable.call_function = _trace_gradients(TorchInGraphFunctionVariable.call_function)
