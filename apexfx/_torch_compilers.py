@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import mark_static, mark_static_address
+from torch._dynamo import guards, mark_static, mark_static_address
 from torch._dynamo import run as run_cached_graphs
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import skip as dynamo_skip
@@ -63,6 +63,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
 from torch._inductor.decomposition import select_decomp_table as inductor_decompositions
+from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes import reinplace as inductor_reinplace
 from torch._inductor.graph import GraphLowering
 from torch._inductor.loop_body import LoopBody, MemoryUsageType
@@ -205,6 +206,21 @@ def guard_classes() -> contextlib.AbstractContextManager[Any]:
         return ".__func__.__closure__" in source.name
 
     return mock.patch.object(builder, "is_from_closure_source", is_of_method, create=True)
+
+
+def explained_aliases() -> contextlib.AbstractContextManager[Any]:
+    """Have Dynamo compile again where lists of parameters have become shorter, as where some are frozen: to say which tensor has
+    come twice, 2.13 reads all that were in them when a graph was captured, and raises an IndexError.
+    """
+    explain = guards.recompilation_reason_for_no_tensor_aliasing_guard
+
+    def explain_or_not(*args: Any) -> list[str]:
+        try:
+            return explain(*args)
+        except (IndexError, KeyError, AttributeError):
+            return ["a list, dictionary or module holds other tensors"]
+
+    return mock.patch.object(guards, "recompilation_reason_for_no_tensor_aliasing_guard", explain_or_not)
 
 
 @contextlib.contextmanager
@@ -468,6 +484,31 @@ def _compare_sizes(op: Callable[[Any, Any], bool]) -> Callable[..., VariableTrac
         return ConstantVariable.create(op(_constant(left), _constant(right)))
 
     return trace
+
+
+def refuse_double_backward(outputs: Sequence[Any], message: str) -> None:
+    """Have a graph that has run raise `message`, in the place of AOTAutograd's words, where its backward is differentiated."""
+    nodes = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    nodes += [node for view in nodes for node, _ in view.next_functions]
+    for function in {getattr(type(node), "_forward_cls", None) for node in nodes}:
+        if (backward := getattr(function, "_double_backward", None)) is not None:
+            function._double_backward = staticmethod(_refusing(backward, message))
+
+
+def _refusing(double_backward: Callable[..., Any], message: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(message)
+
+    @functools.wraps(double_backward)
+    def run(*args: Any) -> Any:
+        gradients = double_backward(*args)
+        for gradient in gradients if isinstance(gradients, tuple) else (gradients,):
+            if isinstance(gradient, torch.Tensor) and gradient.grad_fn is not None:
+                type(gradient.grad_fn)._forward_cls.backward = staticmethod(refuse)
+                break  # they are of one node
+        return gradients
+
+    return run
 
 
 class GeneratedCode(NamedTuple):

@@ -81,13 +81,14 @@ class StepModel:
                 stack.enter_context(_hooks_of_hugging_face())
             yield self.model
 
-    def run_in_eager(self, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def run_in_eager(self, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Run an objective as it is, in float32 where the level has made the model half, for what it raises.
 
-        Parameters, buffers and random numbers are afterwards as they were. A model that is sharded would wait for other ranks.
+        Parameters, buffers and random numbers are afterwards as they were. A model that is sharded would wait for other ranks:
+        it does not run, and False is returned.
         """
         if self._sharded is not None:
-            return
+            return False
         halves = [(p, p.data) for p in self.model.parameters() if self._hooks is not None and p.dtype in HALVES]
         with left_as_it_was(self.model, *self.objective_modules.given), torch.enable_grad():
             try:
@@ -97,6 +98,7 @@ class StepModel:
             finally:
                 for p, half in halves:
                     p.data = half
+        return True
 
 
 def _hooks_of_hugging_face() -> contextlib.AbstractContextManager[Any]:
