@@ -5,6 +5,7 @@ Importing them takes longer than importing torch, so that what `import apexfx` i
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -37,11 +38,13 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
+from torch._dynamo.source import GlobalSource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import InvokeSubgraphHigherOrderVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -389,11 +392,21 @@ def read_of_data(error: Exception) -> str:
     none that is known.
     """
     decided_by = getattr(getattr(error.__cause__, "cond", None), "free_symbols", ())
-    tracer = getattr(error, "_torch_dynamo_tracer_output", None)
-    nodes = tracer.output_graph_for_cleanup.graph.nodes if tracer is not None else ()
-    values = ((node, node.meta.get("example_value")) for node in nodes)
+    values = ((node, node.meta.get("example_value")) for node in _captured(error))
     return next((node.stack_trace or "" for node, value in values
                  if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr in decided_by), "")
+
+
+def stack_of_kept(error: Exception) -> str:
+    """Return the stack of what has computed the tensor that the program keeps, of the error about its history; "" for none."""
+    kept = re.search(r"Leaked output tensors: (\w+)", str(error))
+    return next((node.stack_trace or "" for node in _captured(error) if kept is not None and node.name == kept[1]), "")
+
+
+def _captured(error: Exception) -> Sequence[torch.fx.Node]:
+    """Return what Dynamo had captured when it raised an error."""
+    tracer = getattr(error, "_torch_dynamo_tracer_output", None)
+    return tracer.output_graph_for_cleanup.graph.nodes if tracer is not None else ()
 
 
 def _select_numbers(tensor: TensorVariable, tx: Any, key: Any) -> tuple[TensorVariable, Any]:
@@ -636,6 +649,36 @@ def _trace_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
+_CONTAINERS = (list, dict, set, collections.deque)
+
+
+def _bind_containers(bind_args: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace functions of ours by the lists, dictionaries and sets that their closures and defaults hold.
+
+    Where a function is reached through an object that is made while it is traced, as a method of it, Dynamo (2.13) takes copies:
+    what is written to them is lost, without a word.
+    """
+    @functools.wraps(bind_args)
+    def bind(self: UserFunctionVariable, tx: Any, *args: Any) -> Any:
+        if self.get_source() is not None or not any(isinstance(x, _CONTAINERS) for x in _held(self.fn)) \
+                or not _is_ours(innermost_backend(tx.output.compiler_fn)):
+            return bind_args(self, tx, *args)
+        source = GlobalSource(tx.output.install_global_by_id("apexfx_function", self.fn))
+        with mock.patch.object(self, "get_source", lambda: source):
+            return bind_args(self, tx, *args)
+
+    return bind
+
+
+def _held(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what the closure and the defaults of a function hold."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            yield cell.cell_contents
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+
+
 _HEADER = re.compile(r"^[ \t]*#[ \t]*(?:include|define PY_SSIZE_T_CLEAN)\b.*$", re.MULTILINE)
 
 
@@ -651,3 +694,4 @@ for op in (operator.is_, operator.is_not):  # in front of what takes every const
         (SymNodeVariable, ConstantVariable), (ConstantVariable, SymNodeVariable), (SymNodeVariable, SymNodeVariable))]
 InvokeSubgraphHigherOrderVariable._call_function = _inline_region(InvokeSubgraphHigherOrderVariable._call_function)
 TorchInGraphFunctionVariable.call_function = _trace_gradients(TorchInGraphFunctionVariable.call_function)
+UserFunctionVariable.bind_args = _bind_containers(UserFunctionVariable.bind_args)

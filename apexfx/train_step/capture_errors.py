@@ -218,7 +218,7 @@ def _raises_itself(said: str) -> bool:
 
 
 def _of_dynamo(error: Exception) -> Exception:
-    from .._torch_compilers import TorchRuntimeError, read_of_data
+    from .._torch_compilers import TorchRuntimeError, read_of_data, stack_of_kept
 
     said = str(error)
     if _DUAL_NUMBERS.search(said):
@@ -235,7 +235,7 @@ def _of_dynamo(error: Exception) -> Exception:
     of_user = getattr(error, "gb_type", "") in _OF_USER or isinstance(error, TorchRuntimeError)
     if of_user and not _DUAL_NUMBERS.search(said) and "INTERNAL ASSERT FAILED" not in said:
         return as_in_eager(error) or _not_one_graph(said)
-    return _not_one_graph(said, read_of_data(error))
+    return _not_one_graph(f"{said}\n{stack_of_kept(error)}", read_of_data(error))
 
 
 def _not_one_graph(said: str, read: str = "") -> NotOneGraph:

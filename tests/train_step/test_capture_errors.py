@@ -132,11 +132,11 @@ def test_what_is_frozen_behind_graphs_of_several_sizes_stays(frozen, inner):
     step = apexfx.train_step(model, lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()), opt_level="O0", inner=inner,
                              optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
     optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01)
-    changes = {3: nn.Module.eval, 4: nn.Module.train, 5: FROZEN[frozen]}
-    for call, rows in enumerate((8, 3, 5, 8, 8, 8, 4)):
+    changes = {4: nn.Module.eval, 6: lambda model: FROZEN[frozen](model.train())}
+    for call, rows in enumerate((8, 3, 5, 1, 8, 8, 8, 4)):
         for each in (model, expected) if call in changes else ():
             changes[call](each)
-        step(x[:rows], x[:rows])
+        step(*((x, x) if rows == 8 else (x[:rows], x[:rows])))  # one tensor twice, or two
         optimizer.zero_grad()
         F.cross_entropy(expected(x[:rows]).flatten(0, 1), x[:rows].flatten()).backward()
         optimizer.step()
