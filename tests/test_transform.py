@@ -172,10 +172,9 @@ PENALTIES = {
 }
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.parametrize("of", PENALTIES)
-@pytest.mark.parametrize("backend", [False, True])
-def test_a_gradient_penalty_is_told_of_the_training_step(backend, of, inner):
+@table(2, "inner, of, backend", [("eager", of, backend) for of in PENALTIES for backend in (False, True)]
+       + [pytest.param("inductor", "twice", False, marks=pytest.mark.long)])
+def test_a_gradient_penalty_is_told_of_the_training_step(inner, of, backend):
     torch.compiler.reset()
     source, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(4, 3, requires_grad=True)
     options = {"opt_level": "O0", "inner": inner}

@@ -136,7 +136,7 @@ def numbers(held):
 CASES = [*((form, way, "eager") for form in (*FORMS, "a module") for way in WAYS), *(("method", way, "inductor") for way in WAYS)]
 
 
-@table(5, "form, way, inner", CASES)
+@table(3, "form, way, inner", CASES)
 def test_what_is_kept_in_a_closure_is_as_in_eager(form, way, inner):
     ours, of_eager = numbers(trained(way, form, inner)), numbers(trained("eager", form, inner))
     torch.testing.assert_close(ours, of_eager, rtol=1e-4, atol=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -78,7 +77,7 @@ def batches():
     return [(torch.randint(10, (2, 3), generator=generator), torch.tensor(above)) for above in (5, 9, -1, 4)]  # none, all of them
 
 
-@table(6, "form, way, level", CASES)
+@table(3, "form, way, level", CASES)
 def test_a_value_that_is_written_where_a_mask_is_true(form, way, level):
     check(way, lambda: Masked(FORMS[form]), squares, batches(), level)
 
@@ -110,7 +109,7 @@ def of_function(model, h, mask):
     return h * torch.func.grad(energy)(model.token)
 
 
-@pytest.mark.parametrize("write", [penalty, of_function])
+@table(1, "write", [penalty, of_function])
 def test_a_derivative_inside_of_the_loss_counts_rows_too(write):
     def loss(model, batch):
         return model(batch).square().sum()

@@ -144,7 +144,7 @@ def squared_gradients(spelling, m, x):
     return sum(g.square().sum() for g in SPELLINGS[spelling](m(x).tanh().square().mean(), m))
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@table(2, "spelling", SPELLINGS)
 def test_tensors_come_in_any_iterable_to_grad(spelling):
     torch.manual_seed(0)
     source = nn.Linear(3, 2)
