@@ -351,6 +351,11 @@ def allow_in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def called_while_traced(function: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """Have Dynamo call `function` where a call of it is traced, in this context, and take what it returns for a constant."""
+    return patch.object(function, "_dynamo_marked_constant", True, create=True)
+
+
 def backend_of(module: torch.nn.Module) -> object | None:
     """Return the backend of a module that `torch.compile` returned, with `compiler_name` and `kwargs`, or None."""
     return innermost_backend(module.dynamo_ctx.callback) if _is_compiled(module) else None

@@ -5,10 +5,12 @@ Importing them takes longer than importing torch, so that what `import apexfx` i
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import json
 import math
 import operator
@@ -23,7 +25,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import mark_static, mark_static_address
+from torch._dynamo import guards, mark_static, mark_static_address
 from torch._dynamo import run as run_cached_graphs
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import skip as dynamo_skip
@@ -36,12 +38,16 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
+from torch._dynamo.source import GlobalSource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import InvokeSubgraphHigherOrderVariable
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import partitioners
 from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as aot_checkpoints
@@ -60,6 +66,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
 from torch._inductor.decomposition import select_decomp_table as inductor_decompositions
+from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes import reinplace as inductor_reinplace
 from torch._inductor.graph import GraphLowering
 from torch._inductor.loop_body import LoopBody, MemoryUsageType
@@ -77,6 +84,7 @@ from ._torch import (
     current_translator,
     ends_in_graph_break,
     functorch_config,
+    functorch_grad,
     in_graphs,
     innermost_backend,
     traced_expression,
@@ -201,6 +209,21 @@ def guard_classes() -> contextlib.AbstractContextManager[Any]:
         return ".__func__.__closure__" in source.name
 
     return mock.patch.object(builder, "is_from_closure_source", is_of_method, create=True)
+
+
+def explained_aliases() -> contextlib.AbstractContextManager[Any]:
+    """Have Dynamo compile again where lists of parameters have become shorter, as where some are frozen: to say which tensor has
+    come twice, 2.13 reads all that were in them when a graph was captured, and raises an IndexError.
+    """
+    explain = guards.recompilation_reason_for_no_tensor_aliasing_guard
+
+    def explain_or_not(*args: Any) -> list[str]:
+        try:
+            return explain(*args)
+        except (IndexError, KeyError, AttributeError):
+            return ["a list, dictionary or module holds other tensors"]
+
+    return mock.patch.object(guards, "recompilation_reason_for_no_tensor_aliasing_guard", explain_or_not)
 
 
 @contextlib.contextmanager
@@ -369,11 +392,21 @@ def read_of_data(error: Exception) -> str:
     none that is known.
     """
     decided_by = getattr(getattr(error.__cause__, "cond", None), "free_symbols", ())
-    tracer = getattr(error, "_torch_dynamo_tracer_output", None)
-    nodes = tracer.output_graph_for_cleanup.graph.nodes if tracer is not None else ()
-    values = ((node, node.meta.get("example_value")) for node in nodes)
+    values = ((node, node.meta.get("example_value")) for node in _captured(error))
     return next((node.stack_trace or "" for node, value in values
                  if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr in decided_by), "")
+
+
+def stack_of_kept(error: Exception) -> str:
+    """Return the stack of what has computed the tensor that the program keeps, of the error about its history; "" for none."""
+    kept = re.search(r"Leaked output tensors: (\w+)", str(error))
+    return next((node.stack_trace or "" for node in _captured(error) if kept is not None and node.name == kept[1]), "")
+
+
+def _captured(error: Exception) -> Sequence[torch.fx.Node]:
+    """Return what Dynamo had captured when it raised an error."""
+    tracer = getattr(error, "_torch_dynamo_tracer_output", None)
+    return tracer.output_graph_for_cleanup.graph.nodes if tracer is not None else ()
 
 
 def _select_numbers(tensor: TensorVariable, tx: Any, key: Any) -> tuple[TensorVariable, Any]:
@@ -464,6 +497,31 @@ def _compare_sizes(op: Callable[[Any, Any], bool]) -> Callable[..., VariableTrac
         return ConstantVariable.create(op(_constant(left), _constant(right)))
 
     return trace
+
+
+def refuse_double_backward(outputs: Sequence[Any], message: str) -> None:
+    """Have a graph that has run raise `message`, in the place of AOTAutograd's words, where its backward is differentiated."""
+    nodes = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    nodes += [node for view in nodes for node, _ in view.next_functions]
+    for function in {getattr(type(node), "_forward_cls", None) for node in nodes}:
+        if (backward := getattr(function, "_double_backward", None)) is not None:
+            function._double_backward = staticmethod(_refusing(backward, message))
+
+
+def _refusing(double_backward: Callable[..., Any], message: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(message)
+
+    @functools.wraps(double_backward)
+    def run(*args: Any) -> Any:
+        gradients = double_backward(*args)
+        for gradient in gradients if isinstance(gradients, tuple) else (gradients,):
+            if isinstance(gradient, torch.Tensor) and gradient.grad_fn is not None:
+                type(gradient.grad_fn)._forward_cls.backward = staticmethod(refuse)
+                break  # they are of one node
+        return gradients
+
+    return run
 
 
 class GeneratedCode(NamedTuple):
@@ -565,6 +623,62 @@ def _inline_region(call: Callable[..., Any]) -> Callable[..., Any]:
     return inline
 
 
+_PARAMETERS_OF_GRAD = tuple(inspect.signature(torch.autograd.grad).parameters)
+
+
+def _trace_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `torch.autograd.grad`, and what `torch.func` has in its place, in graphs of ours by what eager takes, and for any
+    number of rows. Dynamo (2.13) does not where
+
+    - tensors come in another iterable than a list or tuple: `model.parameters()`, an `nn.ParameterList`;
+    - the backward itself counts rows, as that of `o[mask] = token` does: their number is looked for among the gradients.
+    """
+    @functools.wraps(call)
+    def call_function(self: TorchInGraphFunctionVariable, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.value not in (torch.autograd.grad, functorch_grad) or not _is_ours(innermost_backend(tx.output.compiler_fn)):
+            return call(self, tx, args, kwargs)
+        if self.value is torch.autograd.grad:
+            given = dict(zip(_PARAMETERS_OF_GRAD, args), **kwargs)
+            for name, each in ((name, given[name].realize()) for name in ("outputs", "inputs", "grad_outputs") if name in given):
+                if not (each.is_tensor() or each.is_python_constant() or isinstance(each, (BaseListVariable, ConstDictVariable))):
+                    given[name] = BuiltinVariable(tuple).call_function(tx, [each], {})
+            args, kwargs = [given.pop(name) for name in ("outputs", "inputs") if name in given], given  # these by position
+        with tx.output.shape_env.ignore_fresh_unbacked_symbols():
+            return call(self, tx, args, kwargs)
+
+    return call_function
+
+
+_CONTAINERS = (list, dict, set, collections.deque)
+
+
+def _bind_containers(bind_args: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace functions of ours by the lists, dictionaries and sets that their closures and defaults hold.
+
+    Where a function is reached through an object that is made while it is traced, as a method of it, Dynamo (2.13) takes copies:
+    what is written to them is lost, without a word.
+    """
+    @functools.wraps(bind_args)
+    def bind(self: UserFunctionVariable, tx: Any, *args: Any) -> Any:
+        if self.get_source() is not None or not any(isinstance(x, _CONTAINERS) for x in _held(self.fn)) \
+                or not _is_ours(innermost_backend(tx.output.compiler_fn)):
+            return bind_args(self, tx, *args)
+        source = GlobalSource(tx.output.install_global_by_id("apexfx_function", self.fn))
+        with mock.patch.object(self, "get_source", lambda: source):
+            return bind_args(self, tx, *args)
+
+    return bind
+
+
+def _held(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what the closure and the defaults of a function hold."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            yield cell.cell_contents
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+
+
 _HEADER = re.compile(r"^[ \t]*#[ \t]*(?:include|define PY_SSIZE_T_CLEAN)\b.*$", re.MULTILINE)
 
 
@@ -579,3 +693,5 @@ for op in (operator.is_, operator.is_not):  # in front of what takes every const
     BuiltinVariable._binop_handlers()[op][:0] = [(types, _compare_sizes(op)) for types in (
         (SymNodeVariable, ConstantVariable), (ConstantVariable, SymNodeVariable), (SymNodeVariable, SymNodeVariable))]
 InvokeSubgraphHigherOrderVariable._call_function = _inline_region(InvokeSubgraphHigherOrderVariable._call_function)
+TorchInGraphFunctionVariable.call_function = _trace_gradients(TorchInGraphFunctionVariable.call_function)
+UserFunctionVariable.bind_args = _bind_containers(UserFunctionVariable.bind_args)

@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -218,8 +219,13 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...], methods: t
 
     names = {**{name: Inspection.__dict__[name] for name in public}, **{name: method_of(name) for name in methods},
              REPLICATE: replicas}
-    return subclass(cls, TransformedModule, __qualname__=f"Apexfx{cls.__qualname__}", __slots__=_SLOTS,
+    made = subclass(cls, TransformedModule, __qualname__=f"Apexfx{cls.__qualname__}", __slots__=_SLOTS,
                     forward=ForwardOfClass(forward), **names)
+    # Models of transformers (5) look up what they record, as hidden states, by how their class prints.
+    recorded = vars(sys.modules.get("transformers.utils.output_capturing", object)).get("_CAN_RECORD_REGISTRY", {})
+    if str(cls) in recorded:
+        dict.__setitem__(recorded, str(made), dict.__getitem__(recorded, str(cls)))
+    return made
 
 
 def _class_of(model: nn.Module) -> tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]]:

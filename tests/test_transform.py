@@ -160,8 +160,29 @@ def test_a_graph_is_kept_for_another_backward_after_others_were_not(inner):
         v = (torch.ones(7, 2),) if function is torch.autograd.functional.vjp else ()
         for ours, theirs in zip(tree_leaves(function(model, x, *v)), tree_leaves(function(source, x, *v))):
             assert_close(ours, theirs, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    with pytest.raises(RuntimeError, match="and its graphs have one backward"):
         torch.autograd.functional.hessian(lambda x: model(x).square().sum(), x)
+
+
+PENALTIES = {
+    "the whole": lambda model, x: model(x),
+    "a view": lambda model, x: model(x).view(-1)[:2],
+    "twice": lambda model, x: model(x) + model(2 * x),
+    "behind a call without": lambda model, x: (model(x).sum().backward(), model(x))[1],
+}
+
+
+@table(2, "inner, of, backend", [("eager", of, backend) for of in PENALTIES for backend in (False, True)]
+       + [pytest.param("inductor", "twice", False, marks=pytest.mark.long)])
+def test_a_gradient_penalty_is_told_of_the_training_step(inner, of, backend):
+    torch.compiler.reset()
+    source, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(4, 3, requires_grad=True)
+    options = {"opt_level": "O0", "inner": inner}
+    model = torch.compile(source, backend="apex", options=options) if backend else transformed(source, **options)
+    gradient, = torch.autograd.grad(PENALTIES[of](model, x).sum(), x, create_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(PENALTIES[of](source, x).sum(), x)[0])
+    with pytest.raises(RuntimeError, match=r"apexfx: a derivative of .*\(create_graph=True.*train_step\(model, objective=f"):
+        gradient.norm(dim=1).sub(1).square().mean().backward()
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])

@@ -173,7 +173,7 @@ class CompiledModel:
             inner = getattr(error, "inner_exception", error)  # ours, said once and with its own type
             if isinstance(inner, DataDependentError) or "unbacked symbol" in str(inner):
                 inner.add_note("  apexfx: read the number in a function under @torch.compiler.disable, where the graph breaks")
-            raise inner from (None if inner is not error else error.__cause__)
+            raise inner from inner.__cause__
         except (UserError, GuardOnDataDependentSymNode) as error:
             raise of_data(error) or error from error.__cause__
         except TorchRuntimeError as error:

@@ -18,8 +18,14 @@ LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent
 _CALLED = re.compile(r"failed to bind arguments(?:.|\n)*func='(\w+)'")
 
 
-class DataDependentError(RuntimeError):
-    """Raised where the inner compiler fails at a graph with a number or a size that is read from data."""
+class InnerCompilerError(RuntimeError):
+    """Raised where the inner compiler fails at a graph, in words of this package; the cause is what it raised."""
+
+    of_compiler = True
+
+
+class DataDependentError(InnerCompilerError):
+    """Raised where that is because of a number or a size that is read from data."""
 
 
 _NO_KERNEL = re.compile(r"\"(?:linalg_)?(\w+?)(?:_cpu|_cuda)?\" not implemented for '(?:BFloat16|Half)'")

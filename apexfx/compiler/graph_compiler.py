@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from .. import passes
 from .._torch import dynamo_source, ends_in_graph_break, global_module_hooks
+from .._torch_compilers import refuse_double_backward
 from ..config import TransformConfig
 from ..distributed.agreement import Agreement, Communication, explained
 from ..distributed.gradient_sync import GradientSync
@@ -32,6 +33,9 @@ from .rewritten_graph import numeric_options, read_inputs, rewrite
 
 _FLOAT16 = ("apexfx: the model computes in float16, where gradients below 6e-8 are zero; scale its loss by torch.amp.GradScaler "
             "or apexfx.amp.scale_loss(), or train by apexfx.train_step() (docs/float16.md)")
+_DOUBLE_BACKWARD = ("apexfx: a derivative of a transformed model (create_graph=True: a gradient penalty, forces) was "
+                    "differentiated, and its graphs have one backward; train_step(model, objective=f, optimizer=...) holds "
+                    "such a loss in its graph (docs/derivatives.md)")
 
 
 class GraphCompiler:
@@ -104,6 +108,8 @@ class GraphCompiler:
         communication = Communication(f"collectives of graph {graph.record.index}",
                                       [numeric_options(self.config), *collectives], self.index.mode)
         compiled = graph.compile(BackwardPasses(graph.pipeline, graph.record, placeholders, graph.uuid, graph.key), self.report)
+        if dependencies is not None:
+            compiled = _differentiated_once(compiled)
         if in_forward and self.agreement is not None:
             compiled = _compared(compiled, self.agreement, communication)
         return self._guarded(compiled, placeholders, communication, dependencies, written, check_indices, uneven=uneven)
@@ -181,6 +187,21 @@ def _compared(compiled: Callable[..., Any], agreement: Agreement, communication:
         agreement.before_run(communication)
         with explained(agreement.group, f"the {communication.what}"):
             return compiled(*args)
+
+    return run
+
+
+def _differentiated_once(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs a graph that says what to do instead where its backward is differentiated."""
+    told = False
+
+    def run(*args: Any) -> Any:
+        nonlocal told
+        outputs = compiled(*args)
+        if not told:
+            refuse_double_backward(_listed(outputs), _DOUBLE_BACKWARD)
+            told = True
+        return outputs
 
     return run
 

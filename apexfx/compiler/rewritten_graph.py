@@ -20,7 +20,7 @@ from torch import fx
 
 from .. import ops, passes
 from .._torch import free_unbacked_symbols, guard_shared_objects, is_remapped_collective, tree_leaves
-from .._torch_compilers import graph_breaks_around, inductor_config
+from .._torch_compilers import InductorError, graph_breaks_around, inductor_config
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..graph.mutation import writes_first
@@ -31,7 +31,7 @@ from ..report.data import Report
 from ..report.records import GraphReport
 from . import cache, capture, torch_faults
 from .backward_stage import BackwardPasses
-from .forward_errors import DataDependentError
+from .forward_errors import DataDependentError, InnerCompilerError, frames_of_user, place
 from .inner_compilers import INNER, trace
 from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
@@ -42,6 +42,8 @@ from .prover import Prover
 from .recompiles import told, why_compiled_again
 from .refusals import check_inputs, check_python_objects
 from .verification import real_inputs
+
+_OF_DATA = re.compile(r"\bu\d+\b|unbacked|data-dependent")  # of errors that are about a number or a size read from data
 
 
 def read_inputs(gm: fx.GraphModule, example_inputs: list[Any], config: TransformConfig, index: ModelIndex, *,
@@ -180,11 +182,20 @@ def _explained(gm: fx.GraphModule) -> Iterator[None]:
         read = next((node for node in gm.graph.nodes if failed and node.name == failed[1] or any(
             free_unbacked_symbols(leaf) for leaf in tree_leaves(value(node))
             if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat)))), None)
-        if read is None or type(error).__module__.startswith("apexfx"):
+        of_inductor, original = isinstance(error, InductorError), getattr(error, "inner_exception", error)
+        said = str(original).strip().partition("\n")[0]
+        if said.startswith("apexfx") or type(original).__module__.startswith("apexfx"):
             raise
-        what = str(error).strip().partition("\n")[0]
-        raise DataDependentError(f"apexfx: {source_line(read)} reads a number or a size from data, and the inner compiler fails "
-                                 f"at what follows: {what}") from error
+        if read is not None and _OF_DATA.search(str(error)):
+            raise DataDependentError(f"apexfx: {source_line(read)} reads a number or a size from data, and the inner compiler "
+                                     f"fails at what follows: {said}") from original
+        if not of_inductor:
+            raise
+        holds = f", which holds a number or a size that {source_line(read)} reads from data" if read is not None else ""
+        frames = frames_of_user(str(original))
+        raise InnerCompilerError(f"apexfx: Inductor of torch {torch.__version__} cannot compile this graph{holds}: "
+                                 f"{type(original).__name__}: {said}" + (f" {place(*frames[-1])}" if frames else "")
+                                 + "\n  inner='eager' runs the graph op by op") from original
 
 
 def _shape(placeholder: Placeholder) -> str:

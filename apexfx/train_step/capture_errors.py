@@ -7,12 +7,13 @@ import builtins
 import contextlib
 import linecache
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._torch import close_frames, quiet_fakes
 from ..compiler.capture import local_name
-from ..compiler.forward_errors import DataDependentError, as_in_eager, frames_of_user, place, with_place
+from ..compiler.forward_errors import InnerCompilerError, as_in_eager, frames_of_user, place, with_place
 from ..compiler.recompiles import LENGTHS
 
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
@@ -33,11 +34,20 @@ _OBSTACLES = (
      "a tensor is called as a model is: loss_fn takes what the model returns, loss_fn(model(inputs), *targets)",
      "What takes the model itself is an objective: train_step(model, objective=f, optimizer=...) computes f(model, *batch)"),
     *((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") for pattern, reason, advice in (
-        (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
         (r"does not support RNG ops", "the model checkpoints activations around random numbers (dropout), which a graph cannot "
          "compute again", "Checkpoint without dropout"),
+        (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
+        (r"apexfx: (Inductor of torch .* cannot compile this graph.*)", "{0}", "Give inner='eager', which runs it op by op"),
+        (r"(?:method `acquire` of class|how to enter a) `R?[lL]ock`", "a lock is taken, which no graph does (in Python 3.11 "
+         "functools.cached_property takes one, too)", "Leave it out, or call the model once before the step if it is taken in "
+         "a first call alone"),
         (r"UserDefinedObjectVariable\(Mean\)", "torch computes nothing with an apexfx.Mean",
          "Add Mean(scalar, 1) to it in the place of a scalar; weigh it by a number, or its total by a tensor"),
+        (r"HOP: Unsafe side effect", "what is under a checkpoint, or given to another function of functions, sets something "
+         "outside of it, as spectral_norm does its buffers", "Leave the checkpoint out there"),
+        (r"NYI Sym\w+ ", "an op is given a number that differs from call to call, and takes a constant alone",
+         "Give it as a tensor, x ** torch.tensor(k)"),
+        (r"^(.*, where eager raises nothing)\n", "{0}", "Write that otherwise"),
         (r"consumed returned tensor's grad_fn", "the model keeps a tensor of this step for the next one, with its history",
          "Clear a part of the loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, "
          "None), and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
@@ -75,7 +85,10 @@ class NotOneGraph(RuntimeError):
     Attributes:
         reason: what stood in the way, and where, in a line.
         explained: the same in lines, with the text of that line.
+        of_compiler: whether it was captured, and the inner compiler failed.
     """
+
+    of_compiler = False
 
     def __init__(self, message: str, reason: str, explained: str = "") -> None:
         super().__init__(message)
@@ -123,7 +136,6 @@ def capture_errors() -> Iterator[None]:
     from .._torch_compilers import (
         BackendCompilerFailed,
         FailOnRecompileLimitHit,
-        GuardOnDataDependentSymNode,
         InternalTorchDynamoError,
         TorchRuntimeError,
         Unsupported,
@@ -153,19 +165,37 @@ def capture_errors() -> Iterator[None]:
             raise ValueError("apexfx: a hook of the forward calls torch.autograd.grad() on tensors that are cast in front of it, "
                              "by which it cannot differentiate; use opt_level='O0', or keep the modules that compute them in "
                              "float32 (precision=)") from error
-        if not isinstance(inner, DataDependentError) and not re.search(f"{_OF_CHECKPOINTS}|{_DATA_DEPENDENT}", said):
-            raise inner from None
-        raise _not_one_graph(said) from error
+        if _is_ours(inner) and not isinstance(inner, InnerCompilerError):
+            raise inner from inner.__cause__
+        if isinstance(inner, InnerCompilerError):
+            refused = _not_one_graph(said)
+            refused.of_compiler = True
+            raise refused from inner.__cause__
+        raise _not_one_graph(f"{type(inner).__name__}: {said}") from inner
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
         raise _of_dynamo(error) from error
-    except (IndexError, GuardOnDataDependentSymNode) as error:
-        if not re.search(_DATA_DEPENDENT, str(error)):
+    except Exception as error:
+        if _is_ours(error) or not _while_compiling(error):
             raise
-        raise _not_one_graph(str(error)) from error
+        raise _not_one_graph(f"{type(error).__name__}: {error}") from error
 
 
-def run_or_raise_as_eager(run: Callable[[], Any], run_in_eager: Callable[[], None]) -> Any:
-    """Return what `run` does under `capture_errors`; where model or loss raise something themselves, raise what eager does."""
+def _is_ours(error: BaseException) -> bool:
+    return type(error).__module__.startswith("apexfx.") or str(error).startswith("apexfx")
+
+
+def _while_compiling(error: BaseException) -> bool:
+    """Return whether an error was raised while Dynamo compiled, and not by a graph that ran."""
+    modules = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return "torch._dynamo.convert_frame" in modules
+
+
+def run_or_raise_as_eager(run: Callable[[], Any], run_in_eager: Callable[[], bool]) -> Any:
+    """Return what `run` does under `capture_errors`; where model or loss raise something themselves, raise what eager does.
+
+    Args:
+        run_in_eager: returns False where it has not run.
+    """
     from .._torch_compilers import InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError
 
     try:
@@ -175,8 +205,10 @@ def run_or_raise_as_eager(run: Callable[[], Any], run_in_eager: Callable[[], Non
                 or not _raises_itself(str(cause)) and not isinstance(error, AssertionError):  # of what torch traces an op by
             raise
         explained = error
-    run_in_eager()
-    raise explained  # eager raises nothing
+    if not run_in_eager() or isinstance(explained, NotOneGraph) or _is_ours(explained):
+        raise explained
+    said = f"{type(explained).__name__}: {explained}, where eager raises nothing\n{explained.__cause__}"
+    raise _not_one_graph(said) from explained.__cause__
 
 
 def _raises_itself(said: str) -> bool:
@@ -186,7 +218,7 @@ def _raises_itself(said: str) -> bool:
 
 
 def _of_dynamo(error: Exception) -> Exception:
-    from .._torch_compilers import TorchRuntimeError, read_of_data
+    from .._torch_compilers import TorchRuntimeError, read_of_data, stack_of_kept
 
     said = str(error)
     if _DUAL_NUMBERS.search(said):
@@ -201,9 +233,9 @@ def _of_dynamo(error: Exception) -> Exception:
         kind, text = getattr(builtins, raised[1], None), ast.literal_eval(raised[2]) if raised[2] else ""
         return with_place(kind(text) if kind in _RAISED_AGAIN else RuntimeError(f"{raised[1]}: {text}"), said)
     of_user = getattr(error, "gb_type", "") in _OF_USER or isinstance(error, TorchRuntimeError)
-    if of_user and not _DUAL_NUMBERS.search(said):
+    if of_user and not _DUAL_NUMBERS.search(said) and "INTERNAL ASSERT FAILED" not in said:
         return as_in_eager(error) or _not_one_graph(said)
-    return _not_one_graph(said, read_of_data(error))
+    return _not_one_graph(f"{said}\n{stack_of_kept(error)}", read_of_data(error))
 
 
 def _not_one_graph(said: str, read: str = "") -> NotOneGraph:

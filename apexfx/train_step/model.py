@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import forward_hooks, global_module_hooks, has_backward_hooks, saves_by_hooks, under_fully_shard
+from .._torch import (
+    called_while_traced,
+    forward_hooks,
+    global_module_hooks,
+    has_backward_hooks,
+    saves_by_hooks,
+    under_fully_shard,
+)
 from ..compiler.buffers_put_back import left_as_it_was
 from ..compiler.dynamo_batch_norm import traceable_batch_norm
 from ..compiler.traceable import TraceableClasses, all_modules, path_of
@@ -69,15 +77,18 @@ class StepModel:
             if self._hooks is not None and casts_inputs:  # Dynamo evaluates the forward before any pass has put casts in
                 stack.enter_context(forward_hooks(self.model, _HALF_INPUTS, *self._hooks))
             stack.enter_context(self.classes.in_place(self.model, self.objective_modules.children(), cached=cached))
+            if not cached:
+                stack.enter_context(_hooks_of_hugging_face())
             yield self.model
 
-    def run_in_eager(self, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def run_in_eager(self, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Run an objective as it is, in float32 where the level has made the model half, for what it raises.
 
-        Parameters, buffers and random numbers are afterwards as they were. A model that is sharded would wait for other ranks.
+        Parameters, buffers and random numbers are afterwards as they were. A model that is sharded would wait for other ranks:
+        it does not run, and False is returned.
         """
         if self._sharded is not None:
-            return
+            return False
         halves = [(p, p.data) for p in self.model.parameters() if self._hooks is not None and p.dtype in HALVES]
         with left_as_it_was(self.model, *self.objective_modules.given), torch.enable_grad():
             try:
@@ -87,6 +98,17 @@ class StepModel:
             finally:
                 for p, half in halves:
                     p.data = half
+        return True
+
+
+def _hooks_of_hugging_face() -> contextlib.AbstractContextManager[Any]:
+    """Have Dynamo call, and not trace, what models of transformers (5) put hooks on their layers by, at the first call that asks
+    for hidden states or router logits: it takes a lock, which no graph can.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if (install := getattr(capturing, "maybe_install_capturing_hooks", None)) is None:
+        return contextlib.nullcontext()
+    return called_while_traced(install)
 
 
 def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -22,6 +22,7 @@ from .._torch import set_grad_enabled, tensor_version, tree_leaves
 from .._torch_compilers import (
     INLINE_REGIONS,
     dynamo_config,
+    explained_aliases,
     guard_classes,
     mark_static,
     mark_static_address,
@@ -198,7 +199,7 @@ class StepGraphs:
             self._fix_addresses()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         with PROGRESS.compiling("Dynamo captures the step"), contextlib.nullcontext() if is_set else self._patch, \
-                guard_classes(), torch.no_grad(), capture_errors():
+                guard_classes(), explained_aliases(), torch.no_grad(), capture_errors():
             yield
 
     def _fix_addresses(self) -> None:

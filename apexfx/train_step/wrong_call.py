@@ -51,7 +51,8 @@ class Call:
         except Exception as error:
             if "needed for gradient computation has been modified" in str(error):
                 error.add_note("  model or loss writes in place what the backward reads; write it out of place: x = x + 1")
-            elif (self._report is None or not name_precision(error, self._report)) and not _is_noted(error):
+            elif (self._report is None or not name_precision(error, self._report)) and not _is_noted(error) \
+                    and not getattr(error, "of_compiler", False):
                 sizes = ", ".join(sorted({*re.findall(r"\bs\d+\b", str(error))}))
                 named = f"\n  {sizes}: sizes that differ from call to call; this one's are in the line above" if sizes else ""
                 error.add_note(f"  called: {self.call}, which computes {self.computes}{named}\n  expected: {self.expected}")

@@ -156,6 +156,40 @@ def bounded_deques() -> bool:
     return any(not torch.equal(run(x), reference(x)) for x in torch.arange(4.0))
 
 
+@fault("what a method of an object that is made while it is captured writes into a list of its closure is lost",
+       ours="_torch_compilers.py _bind_containers")
+def lists_in_closures() -> bool:
+    kept: list[Tensor] = []
+
+    class Recorder:
+        def keep(self, x):
+            kept.append(x)
+
+    compiled(lambda x: (Recorder().keep(x), x + 1)[1], "eager")(torch.ones(2))
+    return not kept
+
+
+@fault("torch.autograd.grad takes no generator, and no rows that its backward alone counts",
+       ours="_torch_compilers.py _trace_gradients")
+def derivatives_that_are_not_captured() -> bool:
+    def by_generator(w):
+        return torch.autograd.grad(w.sum(), iter([w]))
+
+    def counts_rows(w):
+        h = 1 * torch.ones(3, 2)
+        h[h.sum(1) > 0] = w
+        return torch.autograd.grad(h.sum(), [w])
+
+    fails = 0
+    for function in (by_generator, counts_rows):
+        try:
+            with torch._dynamo.config.patch(trace_autograd_ops=True):
+                compiled(function, "eager")(torch.ones(2, requires_grad=True))
+        except torch._dynamo.exc.TorchDynamoException:
+            fails += 1
+    return fails == 2
+
+
 @fault("an object that is found by a local and by a global is not guarded to be one", ours="_torch.py guard_shared_objects")
 def shared_objects() -> bool:
     return is_stale(lambda m, x: x * KINDS[m.kind], {"kind": lambda m: FIRST}, {"kind": lambda m: SECOND})

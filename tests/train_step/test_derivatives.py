@@ -126,6 +126,39 @@ def test_a_third_derivative_of_a_norm_that_is_not_composed_is_refused(norm):
         step(X)
 
 
+SPELLINGS = {
+    "a generator": lambda loss, m: torch.autograd.grad(loss, m.parameters(), create_graph=True),
+    "by keyword": lambda loss, m: torch.autograd.grad(outputs=loss, inputs=m.parameters(), create_graph=True),
+    "a ParameterList": lambda loss, m: torch.autograd.grad(loss, m.kept, create_graph=True),
+    "values of a dictionary": lambda loss, m: torch.autograd.grad(loss, dict(m.named_parameters()).values(), create_graph=True),
+    "a dictionary": lambda loss, m: torch.autograd.grad(loss, dict(m.named_parameters()), create_graph=True).values(),
+    "some of them": lambda loss, m: torch.autograd.grad(loss, filter(lambda p: p.dim() > 1, m.parameters()), create_graph=True),
+    "a tensor": lambda loss, m: torch.autograd.grad(loss, m.weight, create_graph=True),
+    "several losses": lambda loss, m: torch.autograd.grad((loss * k for k in (1, 2)), [*m.parameters()], create_graph=True),
+    "what they are weighed by": lambda loss, m: torch.autograd.grad(
+        [loss, loss], iter(m.parameters()), (torch.full_like(loss, k) for k in (1, 2)), True, True),
+}
+
+
+def squared_gradients(spelling, m, x):
+    return sum(g.square().sum() for g in SPELLINGS[spelling](m(x).tanh().square().mean(), m))
+
+
+@table(2, "spelling", SPELLINGS)
+def test_tensors_come_in_any_iterable_to_grad(spelling):
+    torch.manual_seed(0)
+    source = nn.Linear(3, 2)
+    source.kept = nn.ParameterList(source.parameters())
+    expected, objective = copy.deepcopy(source), functools.partial(squared_gradients, spelling)
+    objective(expected, X).backward()
+    step = apexfx.train_step(source, objective=objective, optimizer=torch.optim.SGD(source.parameters(), lr=1.0), opt_level="O0",
+                             inner="eager")
+    before = [p.detach().clone() for p in source.parameters()]
+    step(X)
+    for old, p, of_eager in zip(before, source.parameters(), expected.parameters()):
+        torch.testing.assert_close(old - p, torch.zeros_like(p) if of_eager.grad is None else of_eager.grad)
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind):
         super().__init__()

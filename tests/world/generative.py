@@ -76,7 +76,7 @@ def adversarial_networks_with_spectral_norm():
     return adversarial(convolutional(spectral_norm), judge, fool_by_scores)
 
 
-@program(transform="does not currently support double backward")
+@program(transform="and its graphs have one backward")
 def adversarial_networks_with_gradient_penalty():
     """The gradient by the input is itself differentiated."""
     def judge(model, real, noise):

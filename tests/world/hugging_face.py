@@ -33,3 +33,38 @@ def vision_transformer():
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=12, patch_size=4,
         num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
     return fine_tuning(model, lambda step, carried: {"pixel_values": torch.randn(4, 3, 12, 12), "labels": torch.randint(5, (4,))})
+
+
+@program(needs="transformers")
+def hidden_states_of_a_teacher():
+    """Distillation by hidden states, which models of transformers 5 gather by hooks, put on at the first call behind a lock."""
+    from transformers import BertConfig, BertModel
+
+    def bert():
+        return BertModel(BertConfig(vocab_size=29, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                    num_attention_heads=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+    model, teacher = bert(), bert().requires_grad_(False).eval()
+
+    def objective(model, ids):
+        pairs = zip(model(ids, output_hidden_states=True).hidden_states, teacher(ids, output_hidden_states=True).hidden_states)
+        return sum((ours.float() - theirs).square().mean() for ours, theirs in pairs)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    return Script(model, [Update(objective, optimizer)], lambda step, carried: (torch.randint(29, (2, 8)),))
+
+
+@program(needs="transformers")
+def router_logits():
+    """A mixture of experts whose loss balances them by the logits of its routers."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = MixtralForCausalLM(MixtralConfig(
+        vocab_size=29, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=2, num_experts_per_tok=1, output_router_logits=True, use_cache=False))
+
+    def batch(step, carried):
+        ids = torch.randint(29, (2, 8))
+        return {"input_ids": ids, "labels": ids}
+
+    return fine_tuning(model, batch)

@@ -245,7 +245,7 @@ def a_cumulative_batch_norm():
     return script(lambda net, h: net.rest(h), rest=nn.BatchNorm1d(WIDTH, momentum=None))
 
 
-@program(transform="does not currently support double backward")
+@program(transform="and its graphs have one backward")
 def a_gradient_by_an_activation():
     def between(net, h):
         h = h.detach().requires_grad_()

@@ -151,7 +151,7 @@ def radiance_field():
                   lambda step, carried: (torch.randn(6, 3), torch.randn(6, 3), torch.rand(6, 3)))
 
 
-@program(transform="does not currently support double backward")
+@program(transform="and its graphs have one backward")
 def meta_learning():
     """A step of descent on each task, through which the start is trained."""
     class Learner(nn.Module):

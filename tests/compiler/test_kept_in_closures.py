@@ -1,0 +1,157 @@
+"""Lists, dictionaries and sets of a closure that a method writes, of an object which the captured code itself makes."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+
+import apexfx
+from tests.tables import table
+from tests.ways import WAYS
+
+
+def recorder():
+    """Return a class whose instances record what they are given, and what they have recorded it in."""
+    held = kept, table, seen, last, fixed = [], {}, set(), collections.deque(), []
+
+    class Base:
+        def inherited(self, h):
+            kept.append(h.square().mean())
+
+    class Recorder(Base):
+        everywhere = []
+
+        def method(self, h):
+            kept.append(h.square().mean())
+
+        def dictionary(self, h):
+            table["calls"] = table.get("calls", 0) + 1
+            table.setdefault("sizes", []).append(h.square().mean())
+
+        def others(self, h):
+            seen.add(len(last))
+            last.append(h.square().mean())
+
+        def default(self, h, into=fixed):
+            into.append(h.square().mean())
+
+        def attribute(self, h):
+            self.everywhere.append(h.square().mean())
+
+        def in_place(self, h):
+            places = kept
+            places += [h.sum()]
+            kept[:1] = [h.square().mean()]
+
+        def inner(self, h):
+            def keep():
+                kept.append(h.square().mean())
+
+            keep()
+
+        @staticmethod
+        def static(h):
+            kept.append(h.square().mean())
+
+        @classmethod
+        def of_class(cls, h):
+            kept.append(h.square().mean())
+
+        @property
+        def one(self):
+            kept.append(torch.ones(()))
+            return 1.0
+
+        def __call__(self, h):
+            kept.append(h.square().mean())
+
+        def __enter__(self):
+            kept.append(torch.ones(()))
+
+        def __exit__(self, *_):
+            table["left"] = len(kept)
+
+    class Probe(nn.Module):
+        def forward(self, h):
+            kept.append(h.square().mean())
+
+    return Recorder, Probe, (*held, Recorder.everywhere)
+
+
+def in_context(Recorder, h):
+    with Recorder():
+        h.sum()
+
+
+FORMS = {**{name: lambda Recorder, h, name=name: getattr(Recorder(), name)(h) for name in (
+    "inherited", "method", "dictionary", "others", "default", "attribute", "in_place", "inner", "static", "of_class",
+    "__call__")},
+    "a property": lambda Recorder, h: h * Recorder().one, "a context": in_context,
+    "a bound method": lambda Recorder, h: [*map(Recorder().method, [h, 2 * h])]}
+
+
+class Records(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.layer, self.form = nn.Linear(4, 4), form
+        self.recorder, self.probe, self.held = recorder()
+
+    def forward(self, x):
+        kept, h = self.held[0], self.layer(x)
+        if self.form == "a module":
+            self.probe()(h.detach())
+        else:
+            FORMS[self.form](self.recorder, h.detach())
+        return h.mean() * (1 + sum(kept))
+
+
+def trained(way, form, inner):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Records(form)
+    held, optimizer, options = model.held, torch.optim.SGD(model.parameters(), lr=0.1), {"opt_level": "O0", "inner": inner}
+    losses, batches = [], [torch.randn(8, 4) for _ in range(3)]
+    if way == "step":
+        step = apexfx.train_step(model, lambda loss: loss, optimizer, **options)
+        return [step(x) for x in batches], held
+    run = {"eager": lambda: model, "transform": lambda: apexfx.transform(model, **options),
+           "backend": lambda: torch.compile(model, backend="apex", options=options)}[way]()
+    for x in batches:
+        losses.append(run(x))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    return losses, held
+
+
+def numbers(held):
+    if isinstance(held, dict):
+        return {key: numbers(value) for key, value in held.items()}
+    return [numbers(each) for each in held] if isinstance(held, (list, tuple, set, collections.deque)) else float(held)
+
+
+CASES = [*((form, way, "eager") for form in (*FORMS, "a module") for way in WAYS), *(("method", way, "inductor") for way in WAYS)]
+
+
+@table(3, "form, way, inner", CASES)
+def test_what_is_kept_in_a_closure_is_as_in_eager(form, way, inner):
+    ours, of_eager = numbers(trained(way, form, inner)), numbers(trained("eager", form, inner))
+    torch.testing.assert_close(ours, of_eager, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_kept_with_its_history_is_refused():
+    Recorder, _, (kept, *_) = recorder()
+
+    def objective(model, x):
+        kept.clear()
+        h = model(x)
+        Recorder().method(h)
+        return h.mean() + 0.5 * sum(kept)
+
+    model = nn.Linear(4, 4)
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager")
+    with pytest.raises(RuntimeError, match="(?s)keeps a tensor of this step .* with its history.*test_kept_in_closures.py:2"):
+        step(torch.randn(8, 4))
