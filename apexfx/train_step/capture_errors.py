@@ -55,9 +55,13 @@ _OBSTACLES = (
         (r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad|creation function with requires_grad",
          "requires_grad is set in a way that a graph cannot hold",
          "Write x.detach().requires_grad_()"),
+        (r"returning intermediate with requires_grad_\(\)", "a tensor that requires_grad_() was called on stays in what the step "
+         "was given, as in a dictionary of the batch",
+         "Put it into a new one: pos = batch['pos'].detach().requires_grad_(), batch = {**batch, 'pos': pos}"),
         (r"use_numpy_random_stream", "np.random of NumPy is called, whose numbers are in no graph", "Draw by torch.rand()"),
         (r"how to trace .*`(?:<unknown module>\.)?Random\.(\w+)\.?`", "random.{0}() of Python is called, which is in no graph",
-         "Draw by torch.rand(())"),
+         "Draw by torch.rand(()), and choose by torch.where(torch.rand(()) < p, a, b) in the place of an if; or draw outside, "
+         "and give the step the number"),
         (r"does not support next\(\) on (\w+)", "next() is called on a {0} of Python, which a graph cannot advance",
          "Call next() outside, and give the step what it returns"),
         (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
