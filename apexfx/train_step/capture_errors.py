@@ -14,6 +14,7 @@ from .._torch import close_frames, quiet_fakes
 from ..compiler.capture import local_name
 from ..compiler.forward_errors import DataDependentError, as_in_eager, frames_of_user, place, with_place
 from ..compiler.recompiles import LENGTHS
+from .derivatives import REFUSED_AT_THIRD_ORDER, composed_at_capture
 
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 _OF_CHECKPOINTS = "does not support RNG ops|disjoint backward regions"
@@ -174,6 +175,9 @@ def run_or_raise_as_eager(run: Callable[[], Any], run_in_eager: Callable[[], Non
     try:
         return run()
     except Exception as error:
+        if REFUSED_AT_THIRD_ORDER in str(error):
+            with composed_at_capture():
+                return run()
         if not isinstance(cause := error.__cause__, (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError)) \
                 or not _raises_itself(str(cause)) and not isinstance(error, AssertionError):  # of what torch traces an op by
             raise
