@@ -60,7 +60,8 @@ def test_every_program_trains_as_in_eager(name, entry):
 UNDER_INDUCTOR = [pytest.param(name, ENTRIES[(i + 1) % len(ENTRIES)], marks=[pytest.mark.long] if name in DEAR else [])
                   for i, name in enumerate(PROGRAMS) if name not in SLOW]
 # Inductor draws by a generator of its own, unless it is told to draw as eager does.
-DRAWS = ("dropout_after_a_relu_in_place", "variational_autoencoder", "point_clouds", "trajectories", "forecasts_by_quantiles")
+DRAWS = ("diffusion", "dropout_after_a_relu_in_place", "variational_autoencoder", "point_clouds", "trajectories",
+         "forecasts_by_quantiles")
 
 
 @table(2, "name, entry", UNDER_INDUCTOR, ids=lambda x: x if isinstance(x, str) else " ".join(x))
