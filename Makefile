@@ -7,9 +7,12 @@
 # make bench: every benchmark in its short form, compared with the committed results.
 # make check-cuda: compile every .cu (nvcc, no device needed), and compare its kernels with csrc/cuda/kernels.json.
 # make gpu-check: build, test, sanitize and measure on a machine with a CUDA device (python3 with torch and pytest).
+# make test TORCH=2.14.1, or any other of these: the same under that torch, in an environment of its own, .venv-2.14.1. Both load one
+# library of compiled ops, whichever has built it: it is of torch's stable ABI alone (docs/build.md).
 PY    ?= python3
-TORCH ?= torch==2.13.0
-VENV  := .venv
+TORCH ?= 2.13.0
+$(if $(findstring =,$(TORCH)),$(error TORCH is "$(TORCH)"; expected a version alone, as in TORCH=2.14.1))
+VENV  := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
 BIN   := $(VENV)/bin
 SRC   := $(wildcard csrc/*.h csrc/*.py csrc/cpu/* csrc/cuda/*) setup.py pyproject.toml
 
@@ -19,7 +22,7 @@ demo: $(VENV)/.built
 	$(BIN)/python -m apexfx demo
 
 test: $(VENV)/.tests
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --turns --durations=10 tests
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 tests
 
 test-long: $(VENV)/.tests
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long or not long" tests
@@ -40,7 +43,7 @@ wheel: $(VENV)/.torch
 	APEXFX_CUDA=0 APEXFX_STRICT=1 $(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude "libtorch*.so" -w dist build/wheel/apexfx-*.whl
 	$(PY) -m venv build/wheel/environment
-	build/wheel/environment/bin/python -m pip install -q "$(TORCH)" dist/apexfx-*.whl
+	build/wheel/environment/bin/python -m pip install -q "torch==$(TORCH)" dist/apexfx-*.whl
 	build/wheel/environment/bin/python -I tests/check_wheel.py
 
 docs:
@@ -62,8 +65,8 @@ $(BIN)/python:
 	$(PY) -m venv $(VENV) || { $(PY) -m venv --without-pip $(VENV) && $(PY) -m pip --python $@ install -q pip; }
 
 $(VENV)/.torch: | $(BIN)/python
-	@echo "make: installs $(TORCH) in $(VENV): some 200 MB for a CPU, 3 GB with CUDA, minutes of download"
-	$(BIN)/python -m pip install "setuptools>=77.0.3" wheel "$(TORCH)"
+	@echo "make: installs torch $(TORCH) in $(VENV): some 200 MB for a CPU, 3 GB with CUDA, minutes of download"
+	$(BIN)/python -m pip install "setuptools>=77.0.3" wheel "torch==$(TORCH)"
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.torch $(SRC)
@@ -80,6 +83,6 @@ $(VENV)/.tests: $(VENV)/.built
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info apexfx/*.so
+	rm -rf .venv .venv-* build dist out *.egg-info apexfx/*.so
 
 .PHONY: all demo test test-long lint lib wheel docs bench check-cuda gpu-check clean

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 import tests.quick_compiles  # noqa: F401
-from tests.tables import day
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or Inductor compiles a probe of the CPU for every new cache
-
-_TESTS = Path(__file__).parent
-# Over real ranks, or of what nothing else rests on.
-_BY_TURNS = ("compat", "distributed", "examples", "fp16_utils", "observe", "report", "tools")
-
-
-def pytest_addoption(parser) -> None:
-    parser.addoption("--turns", action="store_true", help=f"of the tests in {', '.join(_BY_TURNS)} a half a day")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items) -> None:
-    if config.getoption("--turns"):
-        free = [item for item in items if item.path.relative_to(_TESTS).parts[0] in _BY_TURNS
-                and not item.get_closest_marker("long")]
-        for item in free[day() % 2::2]:
-            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -224,8 +224,7 @@ def check(make, ends, between=()):
     assert not wrong
 
 
-@table(2, "name, middle", [*((name, False) for name in STEPS), *((name, True) for name in STEPS if "accumulate" in name)],
-       by_turns=True)
+@table(2, "name, middle", [*((name, False) for name in STEPS), *((name, True) for name in STEPS if "accumulate" in name)])
 def test_an_end_that_is_no_step_leaves_the_next_steps_as_they_are(name, middle):
     ends = [end for end in ENDS if not middle or end in BETWEEN]
     if not (probe := STEPS[name]()).step._components.may_skip:

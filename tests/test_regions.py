@@ -205,7 +205,7 @@ def test_layers_train_behind_a_region_without_gradients(form, way, level):
     check(way, FORMS[form], level)
 
 
-@table(1, "start", range(6), by_turns=True)
+@table(1, "start", range(6))
 def test_layers_train_behind_a_region_under_inductor(start):
     forms = list(FORMS.values())[start::6]
 

@@ -169,7 +169,8 @@ def _explained(gm: fx.GraphModule) -> Iterator[None]:
             write = next((node for node in gm.graph.nodes if writes_first(node)), gm.graph.output_node())
             raise ValueError(f"apexfx: {source_line(write)} writes memory that another tensor lies in, too, of which autograd "
                              "does not know, as of nn.Parameter(h) for an h of the forward; use h.detach().clone()") from None
-        replaced = gm.graph.find_nodes(op="call_function", target=torch.Tensor.set_)
+        replaced = [node for node in gm.graph.nodes if node.op == "call_function"
+                    and canonical_name(node.target) in ("set_", "shallow_copy_data_")]  # the latter in 2.14
         if replaced and re.search("set_|frozen storage", str(error)):
             raise ValueError(f"apexfx: {source_line(replaced[-1])} puts memory in the place of a tensor's (x.data = ..., "
                              "x.data += ...) that the forward also writes in place; write x.data.copy_(...), or "

@@ -18,8 +18,8 @@ from .base import Pass
 aten = torch.ops.aten
 # Whose ops compute the same from the same values, whatever the strides; but for these, and what draws numbers along memory.
 _NAMESPACES = ("aten", "prims", "apexfx", "_c10d_functional")
-_READ_STRIDES = ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "set_", "resize_", "sym_stride",
-                 "sym_storage_offset", "view", "_unsafe_view", "view_as_complex")
+_READ_STRIDES = ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "set_", "shallow_copy_data_", "resize_",
+                 "sym_stride", "sym_storage_offset", "view", "_unsafe_view", "view_as_complex")
 
 
 class ChannelsLast(Pass):

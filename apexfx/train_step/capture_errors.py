@@ -15,11 +15,13 @@ from .._torch import close_frames, quiet_fakes
 from ..compiler.capture import local_name
 from ..compiler.forward_errors import InnerCompilerError, as_in_eager, frames_of_user, place, with_place
 from ..compiler.recompiles import LENGTHS
+from .derivatives import REFUSED_AT_THIRD_ORDER, composed_at_capture
 
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 _OF_CHECKPOINTS = "does not support RNG ops|disjoint backward regions"
 _DATA_DEPENDENT = r"data-dependent|got SymInt|PendingUnbackedSymbolNotFound"
 _DUAL_NUMBERS = re.compile(r"convert all Tensors to FakeTensors|InferenceMode::is_enabled\(\) && self")  # of fake tensors
+_TENSOR_CALLED = re.compile(r"how to trace the function .Tensor\(|Tensor method .forward. is not|'Tensor' object is not callable")
 # What torch says, in a word, and the reason and the advice that a user gets for it.
 _OBSTACLES = (
     (_DUAL_NUMBERS,
@@ -30,7 +32,7 @@ _OBSTACLES = (
     (re.compile(r"torch/distributed/fsdp/"),
      "a module is under fully_shard() that was not when the step was made, or is not of the step's model",
      "Call fully_shard() before train_step(), and leave a frozen model of the loss whole, or give the step what it returns"),
-    (re.compile(r"how to trace the function .Tensor\(|Tensor method .forward. is not"),
+    (_TENSOR_CALLED,
      "a tensor is called as a model is: loss_fn takes what the model returns, loss_fn(model(inputs), *targets)",
      "What takes the model itself is an objective: train_step(model, objective=f, optimizer=...) computes f(model, *batch)"),
     *((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") for pattern, reason, advice in (
@@ -62,7 +64,8 @@ _OBSTACLES = (
         (r"how to trace .*`(?:<unknown module>\.)?Random\.(\w+)\.?`", "random.{0}() of Python is called, which is in no graph",
          "Draw by torch.rand(()), and choose by torch.where(torch.rand(()) < p, a, b) in the place of an if; or draw outside, "
          "and give the step the number"),
-        (r"does not support next\(\) on (\w+)", "next() is called on a {0} of Python, which a graph cannot advance",
+        (r"(?:does not support next\(\) on |name=__next__, type=)(\w+)",
+         "next() is called on a {0} of Python, which a graph cannot advance",
          "Call next() outside, and give the step what it returns"),
         (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
          "{0}() of Python is called, which is in no graph", "Move that out of the model and the loss"),
@@ -78,8 +81,10 @@ _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])
 # Where model or loss are about to raise what Dynamo cannot: a false assert of Python's, an exception with an __init__ of its own.
 _ASSERTS = re.compile(r"Data-dependent assertion failed(?s:.*)ConstantVariable\(bool: False\)")
 _INITIALIZES = re.compile(r"call_method SuperVariable\(\) __init__")
-# What model or loss raised while Dynamo traced it: its type, and its text as Python writes it.
-_RAISED = re.compile(r"""raised exception (\w+)\(('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")?""")
+# What model or loss raised while Dynamo traced it: its type, and its text as Python writes it. In it, what an op raised (2.14).
+_EXCEPTION = r"""(\w+)\(('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")?"""
+_RAISED = re.compile(f"raised exception {_EXCEPTION}")
+_RAISED_BY_OP = re.compile(f"with fake tensors: (?s:.*): got {_EXCEPTION}")
 _RAISED_AGAIN = (TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError, AssertionError, RuntimeError)
 
 
@@ -205,6 +210,9 @@ def run_or_raise_as_eager(run: Callable[[], Any], run_in_eager: Callable[[], boo
     try:
         return run()
     except Exception as error:
+        if REFUSED_AT_THIRD_ORDER in str(error):
+            with composed_at_capture():
+                return run()
         if not isinstance(cause := error.__cause__, (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError)) \
                 or not _raises_itself(str(cause)) and not isinstance(error, AssertionError):  # of what torch traces an op by
             raise
@@ -218,6 +226,8 @@ def run_or_raise_as_eager(run: Callable[[], Any], run_in_eager: Callable[[], boo
 def _raises_itself(said: str) -> bool:
     if _INITIALIZES.search(said):
         return any(re.search(r"\braise\b", linecache.getline(file, number)) for file, number, _ in frames_of_user(said))
+    if _RAISED_BY_OP.search(said) or _TENSOR_CALLED.search(said):
+        return False
     return bool(_RAISED.search(said) or _ASSERTS.search(said))
 
 
@@ -233,13 +243,20 @@ def _of_dynamo(error: Exception) -> Exception:
         return calls_backward()
     if (external := _EXTERNAL.search(said)) is not None:
         return has_history(local_name(external[2]))
-    if (raised := _RAISED.search(said)) is not None:
-        kind, text = getattr(builtins, raised[1], None), ast.literal_eval(raised[2]) if raised[2] else ""
-        return with_place(kind(text) if kind in _RAISED_AGAIN else RuntimeError(f"{raised[1]}: {text}"), said)
+    if (raised := _RAISED.search(said)) is not None and not _DUAL_NUMBERS.search(said) and not _TENSOR_CALLED.search(said):
+        name, text = raised[1], _literal(raised[2])
+        if (by_op := _RAISED_BY_OP.search(text)) is not None:
+            name, text = by_op[1], _literal(by_op[2])
+        kind = getattr(builtins, name, None)
+        return with_place(kind(text) if kind in _RAISED_AGAIN else RuntimeError(f"{name}: {text}"), said)
     of_user = getattr(error, "gb_type", "") in _OF_USER or isinstance(error, TorchRuntimeError)
     if of_user and not _DUAL_NUMBERS.search(said) and "INTERNAL ASSERT FAILED" not in said:
         return as_in_eager(error) or _not_one_graph(said)
     return _not_one_graph(f"{said}\n{stack_of_kept(error)}", read_of_data(error))
+
+
+def _literal(text: str | None) -> str:
+    return ast.literal_eval(text) if text else ""
 
 
 def _not_one_graph(said: str, read: str = "") -> NotOneGraph:

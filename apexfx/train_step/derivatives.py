@@ -1,12 +1,16 @@
 """Losses that hold derivatives: what torch differentiates wrongly without a word is refused, or composed of what it does not.
 
 torch's second derivatives of batch, layer and instance norm take the statistics for constants, so a third one, by a parameter
-through two inner ones, is wrong. Group norm's are composed of ops that have every derivative.
+through two inner ones, is wrong (2.14 refuses that of a batch or instance norm). Group norm's are composed of ops that have every
+derivative.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +22,7 @@ from ..graph.nodes import argument, op_name, source_line, value
 from ..graph.op_names import canonical_name
 
 _WRONG_AT_THIRD_ORDER = ("layer_norm", "batch_norm", "instance_norm")
+REFUSED_AT_THIRD_ORDER = "batch_norm does not support 3rd+ order derivatives"
 _WRONG_BEHIND_JVP = ("det", "linalg_det", "linalg_solve", "linalg_solve_ex", "linalg_tensorsolve", "linalg_householder_product")
 
 
@@ -63,6 +68,23 @@ def compose_norms(gm: fx.GraphModule) -> list[str]:
     return composed
 
 
+@contextlib.contextmanager
+def composed_at_capture() -> Iterator[None]:
+    """Compose batch and instance norms of what has every derivative while Dynamo runs them on fake tensors, where torch (2.14)
+    refuses the third. The captured graph calls those of torch all the same, which `compose_norms` then replaces.
+    """
+    def batch_norm(input, weight, bias, running_mean, running_var, training, *options):
+        if not training:
+            return _torch_batch_norm(input, weight, bias, running_mean, running_var, training, *options)
+        return _batch_norm(input, running_mean, running_var, weight, bias, training, *options[:2])
+
+    def instance_norm(input, weight, bias, running_mean, running_var, *options):
+        return _instance_norm(input, running_mean, running_var, weight, bias, *options[:3])
+
+    with mock.patch.multiple(torch, batch_norm=batch_norm, instance_norm=instance_norm):
+        yield
+
+
 def _inner_derivatives(gm: fx.GraphModule) -> list[fx.Node]:
     """Return the derivatives that the loss holds: all but the last, the step's own."""
     others = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[:-1]
@@ -90,7 +112,7 @@ def _layer_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | Non
 def _batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
                 bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
     if running_mean is not None:  # and running_var: are updated
-        F.batch_norm(input.detach(), running_mean, running_var, None, None, training, momentum, eps)
+        _torch_batch_norm(input.detach(), None, None, running_mean, running_var, training, momentum, eps, False)
     y = _normalized(input.transpose(0, 1), input.shape[1], eps).movedim(0, -1)
     return _scaled(y, weight, bias, input.dtype).movedim(-1, 1)
 
@@ -101,4 +123,5 @@ def _instance_norm(input: Tensor, running_mean: Tensor | None = None, running_va
     return F.group_norm(input, input.shape[1], weight, bias, eps)
 
 
+_torch_batch_norm = torch.batch_norm
 _COMPOSED = {F.layer_norm: _layer_norm, F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}

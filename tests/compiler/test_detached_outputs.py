@@ -22,7 +22,7 @@ def loss_of(outputs):
     return sum(out.square().sum() for out in outputs if out.requires_grad)
 
 
-@table(1, "form", FORMS, by_turns=True)
+@table(1, "form", FORMS)
 def test_both_are_as_in_eager(form):
     model, x = Model(lambda m, x: FORMS[form](m.layer(x)), layer=nn.Linear(4, 8)), torch.randn(2, 4)
     compiled = apexfx.transform(copy.deepcopy(model), opt_level="O0")

@@ -37,7 +37,7 @@ def update(transforms):
     return list(model.parameters()), list(reference.parameters())
 
 
-@table(1, ("transforms", "threads"), [(True, 1), (False, 2)], by_turns=True)
+@table(1, ("transforms", "threads"), [(True, 1), (False, 2)])
 def test_a_graph_has_few_files_which_a_cache_keeps(transforms, threads, tmp_path):
     with fresh_cache(dir=tmp_path), inductor_config.patch(compile_threads=threads):
         torch.testing.assert_close(*update(transforms))

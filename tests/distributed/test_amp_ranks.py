@@ -78,6 +78,7 @@ def test_training_in_parallel_equals_training_on_the_whole_batch(rank, world_siz
             assert_close(mine.detach(), expected.detach(), dtype=torch.float32 if level == "O0" else torch.bfloat16, scale=2.0)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_large_layer_in_parallel_equals_one_alone(rank, world_size):
     """With the scaler's hooks on the gradients, and optimizers that take them away."""
@@ -104,6 +105,7 @@ def test_a_large_layer_in_parallel_equals_one_alone(rank, world_size):
         assert_ranks_agree(amp.master_params(optimizer), world_size)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_accumulation_inside_of_no_sync(rank, world_size):
     """Without `delay_unscale` what was accumulated is set aside when the last backward reduces: as Apex, but with an error."""

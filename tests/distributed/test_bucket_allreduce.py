@@ -100,6 +100,7 @@ class Odd(nn.Module):
         return self.twice(torch.relu(self.twice(x))) * self.scale
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_odd_gradients(rank, world_size):
     torch.manual_seed(0)

@@ -26,6 +26,6 @@ def train(rank, world_size, name, sync_bn):
     torch.testing.assert_close(dict(model.named_parameters()), dict(expected.float().named_parameters()), rtol=1e-4, atol=1e-6)
 
 
-@table(1, "name", ["forces_with_batch_norm", "heat_with_batch_norm", "gradient_penalty"], by_turns=True)
+@table(1, "name", ["heat_with_batch_norm", "forces_with_batch_norm", "gradient_penalty"])
 def test_ranks_are_one_batch(name):
     run_ranks(train, 2, name, "batch_norm" in name)

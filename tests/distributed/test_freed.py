@@ -25,6 +25,6 @@ def freed(rank, world_size, what):
     assert_freed(MAKE[what])
 
 
-@table(1, "what", MAKE, by_turns=True)
+@table(0, "what", MAKE)
 def test_what_is_dropped_is_freed(what):
     run_ranks(freed, 2, what)

@@ -139,6 +139,7 @@ def test_every_loss_that_gathers_over_ranks(rank, world_size):
         as_in_eager(rank, GATHER if style == "step" else ["own function"], style)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_losses_that_gather_over_ranks(rank, world_size):
     as_in_eager(rank, ["own function"], "step")

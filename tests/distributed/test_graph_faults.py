@@ -68,6 +68,7 @@ def test_skipped_backward(rank, world_size):
     assert (model.module.b.bias.grad == 2).all()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_harmless_forwards(rank, world_size):
     """Forwards that no backward is to follow, on one rank only, are no fault."""
@@ -104,6 +105,7 @@ def test_failed_forward(rank, world_size):
     train(model, rank)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_failed_backward(rank, world_size):
     """A backward that raised, and another of the same forward, which ends as any does: it averages what was accumulated."""
@@ -137,6 +139,7 @@ class TwoHeads(nn.Module):
         return (self.a if head == "a" else self.b)(x)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_backwards_in_another_order(rank, world_size):
     """Of two models, with other buckets and with the same, and of two graphs of one model."""
@@ -158,6 +161,7 @@ def test_backwards_in_another_order(rank, world_size):
         model(x, "ab"[rank]).sum().backward()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_no_sync_or_eval_mode_on_one_rank_alone(rank, world_size):
     model = transformed()

@@ -418,8 +418,7 @@ def test_every_gradient_is_the_mean(executors, losses, inner):
     run_ranks(gradients, 2, executors, losses, inner, timeout=400)
 
 
-@table(1, "cases", [(errors, unfrozen_in_eager), (local_shares, asked_for_with_autograd_grad, frozen_behind_local_gradients)],
-       by_turns=True)
+@table(0, "cases", [(errors, unfrozen_in_eager), (local_shares, asked_for_with_autograd_grad, frozen_behind_local_gradients)])
 def test_what_is_not_averaged_is_said(cases):
     run_ranks(functools.partial(_each, cases), 2)
 

@@ -38,8 +38,7 @@ def train(rank, world_size, accumulate, dtype, tolerance, options):
         torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance)
 
 
-@table(1, "row", [(3, torch.float64, 1e-12, OPTIONS["alone"]), (1, torch.float32, 1e-6, OPTIONS["float32 buckets"])],
-       by_turns=True)
+@table(1, "row", [(3, torch.float64, 1e-12, OPTIONS["alone"]), (1, torch.float32, 1e-6, OPTIONS["float32 buckets"])])
 def test_words_of_all_ranks_and_calls_are_one_batch(row):
     run_ranks(train, 2, *row)
 
@@ -53,6 +52,7 @@ def test_the_same_with_every_option(rank, world_size):
         train(rank, world_size, 2, torch.float32, 1e-6, options)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_counts_travel_before_the_forward_and_totals_after_it(rank, world_size):
     """Two collectives of eight bytes besides the buckets; nothing waits for the counts before the backward."""
@@ -64,6 +64,7 @@ def test_counts_travel_before_the_forward_and_totals_after_it(rank, world_size):
     assert len(starts) == 2 and starts[0] < forward < starts[1]
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_ranks_of_other_kinds_of_losses_are_told(rank, world_size):
     step = make(net(), objective if rank else lambda *args: objective(*args).value, ddp=True)

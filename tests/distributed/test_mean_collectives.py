@@ -188,7 +188,7 @@ def communicates(step):
     return "all_reduce" in step.report.code(stage="step", graph=0)
 
 
-@table(1, "row", [("batch norm", "alone", 3), ("own sum", "pieces", 2), ("gather", "safe", 2)], by_turns=True)
+@table(1, "row", [("batch norm", "alone", 3), ("own sum", "pieces", 2), ("gather", "safe", 2)])
 def test_ranks_and_calls_of_other_counts_are_one_batch(row):
     run_ranks(train, 2, *row)
 
@@ -214,6 +214,7 @@ def test_the_same_under_inductor(rank, world_size):
         train(rank, world_size, mix, "alone", 3, inner="inductor")
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_counts_travel_where_something_else_does(rank, world_size):
     for mix, expected in (("nothing", False), ("sum", True)):
@@ -222,6 +223,7 @@ def test_counts_travel_where_something_else_does(rank, world_size):
         assert communicates(step) is expected, mix
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_what_is_refused(rank, world_size):
     for mix in ("batch norm", "sum"):  # the ranks' counts are not added up

@@ -71,6 +71,7 @@ def begins_later(rank, world_size, path):
     assert len(notes) == 1 and not warnings  # once
 
 
+@pytest.mark.long
 def test_ranks_that_come_together_later_are_told_so(tmp_path):
     run_ranks(begins_later, 2, str(tmp_path / "store"))
 

@@ -38,6 +38,7 @@ def train(rank, world_size, folder):
     assert step.updated and step.skipped == 2
 
 
+@pytest.mark.long
 def test_a_rank_is_replayed_alone(tmp_path):
     run_ranks(train, 2, str(tmp_path))
     for rank in (0, 1):

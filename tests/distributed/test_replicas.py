@@ -108,6 +108,7 @@ class Counts(apexfx.Part):
         end.slot("num_calls").add_(1)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_what_a_part_keeps_is_compared(rank, world_size):
     _, step = make(1, parts=[Counts()])
@@ -120,6 +121,7 @@ def test_what_a_part_keeps_is_compared(rank, world_size):
         step(*batch)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_checkpoint_is_not_saved_of_different_replicas(rank, world_size):
     model, step = make(1)
@@ -135,6 +137,7 @@ def test_a_checkpoint_is_not_saved_of_different_replicas(rank, world_size):
             call()
 
 
+@pytest.mark.long
 @on_ranks(3)
 def test_a_checkpoint_that_one_rank_alone_loads_is_found_at_the_next_check(rank, world_size):
     _, step = make(3)
@@ -160,7 +163,7 @@ def agree(rank, world_size, options):
     step.state_dict()
 
 
-@table(1, "options", [{"accumulate": 3, "opt_level": "O2"}, {"optimizer": RMSprop}], by_turns=True)
+@table(0, "options", [{"accumulate": 3, "opt_level": "O2"}, {"optimizer": RMSprop}])
 def test_equal_replicas_agree(options):
     """Their running statistics differ."""
     run_ranks(agree, 2, options)
@@ -196,6 +199,7 @@ def test_the_error_is_pickled_with_what_it_knows():
     assert (str(error), error.ranks, error.parameters) == ("text", (2,), ("a",))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_shared_update_is_compared_without_the_rows_of_state(rank, world_size):
     model = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 3, bias=False))

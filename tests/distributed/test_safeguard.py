@@ -58,6 +58,7 @@ def test_many_poisoned_steps(style, world_size):
     run_ranks(train, world_size, style, 100)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_all_ranks_raise_after_the_same_call(rank, world_size):
     step = make(safeguard=apexfx.Safeguard(max_consecutive_skips=2), ddp=True)
@@ -112,6 +113,7 @@ def test_each_event_says_which_ranks_batch_it_was(world_size):
                                   for sync_bn in (False, True)])
 
 
+@pytest.mark.long
 def test_an_event_says_which_ranks_batch_it_was():
     run_ranks(blame, 2, [("scalar", 2, 1, False)])
 

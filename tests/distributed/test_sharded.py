@@ -55,7 +55,7 @@ def bits_of_fsdp2(rank, world_size, name, kind):
         torch.testing.assert_close(whole(of_ours), whole(held), rtol=0, atol=0)
 
 
-@table(1, "name, kind", [(name, kind) for kind in ("sgd", "rmsprop") for name in MODELS] + [("float64", "adamw")], by_turns=True)
+@table(1, "name, kind", [(name, kind) for kind in ("sgd", "rmsprop") for name in MODELS] + [("float64", "adamw")])
 def test_a_step_has_the_bits_of_fsdp2(name, kind):
     run_ranks(bits_of_fsdp2, 2, name, kind)
 
@@ -74,7 +74,7 @@ def near_one_process(rank, world_size, name, kind, max_grad_norm):
     assert len(step.report.graphs) == 1 and step.skipped == 0
 
 
-@table(1, "world_size, name, kind, max_grad_norm", [
+@table(0, "world_size, name, kind, max_grad_norm", [
     (2, "float64", "adamw", 0.05), (4, "mlp", "sgd", None), (2, "gpt", "sgd", 0.2), (4, "float64", "adamw", float("inf")),
     (4, "few rows", "sgd", 0.1), (4, "gpt", "sgd", None)])
 def test_a_step_is_that_of_one_process_with_the_whole_batch(world_size, name, kind, max_grad_norm):
@@ -224,7 +224,7 @@ def near_ddp(rank, world_size, name, level, kind, inner):
     ("gpt", "O2", "sgd", "eager"), ("mlp", "O0", "adamw", "eager"), ("cnn", "O1", "sgd", "eager"),
     ("mlp", "O1", "adamw", "eager"), ("gpt", "O0", "adamw", "inductor"),
     *(("few rows", "O0", kind, "eager") for kind in ("fused adam", "fused sgd", "fused adagrad")),
-    *((name, "O0", "sgd", "inductor") for name in ("cnn", "odd", "sequence")), ("mlp", "O2", "sgd", "inductor")], by_turns=True)
+    *((name, "O0", "sgd", "inductor") for name in ("cnn", "odd", "sequence")), ("mlp", "O2", "sgd", "inductor")])
 def test_a_step_is_that_of_the_whole_model_with_ddp(name, level, kind, inner):
     run_ranks(near_ddp, 2, name, level, kind, inner)
 
@@ -331,6 +331,6 @@ def changes(rank, world_size):
         step(torch.randn(4, 7), torch.zeros(4, dtype=torch.long))
 
 
-@table(1, "case", [accumulates, changes, ends, means, policies, skips, resumes_by_its_own_state], by_turns=True)
+@table(0, "case", [accumulates, changes, ends, means, policies, skips, resumes_by_its_own_state])
 def test_parts_of_a_step(case):
     run_ranks(case, 2)

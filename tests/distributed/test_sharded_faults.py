@@ -65,7 +65,7 @@ def apart(rank, world_size, _folder):
 
 @table(1, "case, how, where", [(apart, None, None), *(
     (lost, how, where) for how in (signal.SIGKILL, signal.SIGSTOP)
-    for where in ("reduce_scatter_tensor", "all_gather_into_tensor"))], by_turns=True)
+    for where in ("reduce_scatter_tensor", "all_gather_into_tensor"))])
 def test_every_rank_is_told(case, how, where, tmp_path):
     given, gone = ((how, where), [1]) if case is lost else ((), [])
     run_ranks(case, 3, str(tmp_path), *given, lost=gone)

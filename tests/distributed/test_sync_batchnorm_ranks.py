@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -107,6 +108,7 @@ def test_ranks_equal_full_batch(rank, world_size):
             print(f"{world_size} ranks, {key}: max error of y {y:.1e}, gradients {grad:.1e}, running buffers {running:.1e}")
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_cumulative_average(rank, world_size):
     torch.manual_seed(0)
@@ -121,6 +123,7 @@ def test_cumulative_average(rank, world_size):
     assert_close(var, oracle.running_var)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_group_of_one(rank, world_size):
     groups = [dist.new_group([r]) for r in range(world_size)]

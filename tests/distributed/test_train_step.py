@@ -74,6 +74,7 @@ def test_a_step_is_that_of_torch_ddp(rank, world_size):
     compare(rank, accumulate=4, max_grad_norm=0.05, sync_bn=True)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_flush_of_other_numbers_of_calls_is_told(rank, world_size):
     model = net()
@@ -85,6 +86,7 @@ def test_a_flush_of_other_numbers_of_calls_is_told(rank, world_size):
         step.flush()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_flush_where_one_rank_or_none_has_gathered_gradients(rank, world_size):
     model = net()
@@ -99,6 +101,7 @@ def test_a_flush_where_one_rank_or_none_has_gathered_gradients(rank, world_size)
     assert same_on_all(world_size, list(model.parameters()))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_call_that_accumulates_and_fails_on_one_rank_is_told_at_the_update(rank, world_size):
     model, [(x, y)] = net(), batches(rank, 1)
@@ -159,12 +162,13 @@ def fails_alone(rank, world_size, name):
         assert same_on_all(world_size, list(model.parameters()))
 
 
-@table(1, "name", FAILING, by_turns=True)
+@table(1, "name", FAILING)
 def test_a_rank_that_fails_alone_is_told_to_the_one_that_waits_for_it(name):
     """It fails before it communicates; the other waits until it comes again, and both raise."""
     run_ranks(fails_alone, 2, name)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_two_steps_in_another_order_are_told(rank, world_size):
     """Also of models that are alike, whose gradients would fit each other, and of a step that is made meanwhile."""
@@ -182,6 +186,7 @@ def test_two_steps_in_another_order_are_told(rank, world_size):
         torch.testing.assert_close([model.state_dict() for model in models], before, rtol=0, atol=0)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_what_is_said_where_a_rank_does_not_come_or_a_group_is_gone(rank, world_size):
     """A rank that steps, or makes a step, alone gives up within the timeout; then the group is of no use, and another one is."""
@@ -247,6 +252,7 @@ def test_ranks_with_other_models_or_graphs_are_told(rank, world_size):
         step(torch.ones(4, 3), torch.ones(4, 2))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_ranks_that_would_update_otherwise_are_told(rank, world_size):
     norm, calls, rate = (1.0, 0.1)[rank], 1 + rank, (0.1, 0.01)[rank]
@@ -353,6 +359,7 @@ def refuses_other_heads(rank, world_size, heads, message):
         step.load_state_dict(before)
 
 
+@pytest.mark.long
 @on_ranks(3)
 def test_a_rank_that_changes_to_another_part_of_a_model_alone_is_told_and_so_are_the_others(rank, world_size):
     refuses_other_heads(rank, world_size, (0, 1, 1), r"heads\.0\.weight.*heads\.1\.weight")
@@ -390,6 +397,7 @@ def same_on_all(world_size, tensors):
     return all(one == every[0] for one in every)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_half_parameters_with_masters_are_averaged(rank, world_size):
     torch.manual_seed(0)
@@ -447,6 +455,7 @@ def test_groups_share_buckets_and_unused_parameters_have_none(rank, world_size):
         assert same_on_all(world_size, [p.grad for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_skips_are_told_by_a_rank_that_waits_for_nobody(rank, world_size):
     torch.manual_seed(0)
@@ -463,6 +472,7 @@ def test_skips_are_told_by_a_rank_that_waits_for_nobody(rank, world_size):
 # ---- what a loss holds -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_parameters_of_a_loss_are_those_of_rank_0_and_stay_equal(rank, world_size):
     for kind, options in ((leaves.CountingTemperature, {}), (leaves.BreaksTheGraph, {"fallback": "transform"})):
@@ -525,6 +535,7 @@ def test_averages_are_those_of_averaged_model_on_every_rank(rank, world_size):
                           ema=apexfx.EMA(0.8 + rank / 10))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_rank_that_runs_in_pieces_alone_is_told_and_so_is_the_other(rank, world_size):
     model, [batch] = Broken(breaks=rank == 1), batches(rank, 1)
@@ -539,6 +550,7 @@ def test_a_rank_that_runs_in_pieces_alone_is_told_and_so_is_the_other(rank, worl
     assert same_on_all(world_size, list(model.parameters()))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_rank_that_goes_over_to_pieces_alone_later_is_told_and_so_is_the_other(rank, world_size):
     model = Broken(breaks=False)
@@ -551,6 +563,7 @@ def test_a_rank_that_goes_over_to_pieces_alone_later_is_told_and_so_is_the_other
         step(*data[1])
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_ranks_with_other_memory_formats_are_refused(rank, world_size):
     model = net()
@@ -585,7 +598,6 @@ def own_parts(rank, world_size, options):
         torch.testing.assert_close(step.state_dict()["parts"], before, rtol=0, atol=0)
 
 
-@table(1, "options", [{"accumulate": 2, "loss_scale": "dynamic", "safeguard": apexfx.Safeguard(replica_check_interval=1)}, {}],
-       by_turns=True)
+@table(0, "options", [{"accumulate": 2, "loss_scale": "dynamic", "safeguard": apexfx.Safeguard(replica_check_interval=1)}, {}])
 def test_parts_of_a_users_own_see_what_is_averaged(options):
     run_ranks(own_parts, 2, options)

@@ -107,6 +107,7 @@ def test_accumulates(rank, world_size):
     check(model, expected_gradients(reference, [x1, x2], world_size))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_accumulates_by_a_plan(rank, world_size):
     """What is accumulated is divided as the plan divides, here not at all."""
@@ -147,6 +148,7 @@ def test_different_models(rank, world_size):
     assert all(torch.equal(p, before[name]) for name, p in source.named_parameters()) and type(source) is Net
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_different_buckets(rank, world_size):
     config = apexfx.BucketConfig(message_size=200 + rank, timeout_s=20)
@@ -174,6 +176,7 @@ class Raises(torch.autograd.Function):
         raise RuntimeError("out of memory, say")
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_backward_raised(rank, world_size):
     model, reference = model_and_reference(rank)
@@ -194,6 +197,7 @@ def test_unfrozen(rank, world_size):
     check_accumulation(model, reference, rank, world_size)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_shared_with_another_model(rank, world_size):
     model, reference = model_and_reference(rank)
@@ -223,6 +227,7 @@ def test_tied_across_a_graph_break(rank, world_size):
         model(x, tied=False).square().mean().backward()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 @on_ranks(2)
 def test_a_destroyed_group_leaves_no_threads(rank, world_size):
@@ -240,6 +245,7 @@ def test_a_destroyed_group_leaves_no_threads(rank, world_size):
     assert max(counts[2:]) <= counts[1], counts
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_leaves_that_are_not_the_models_stay_local_as_under_torch_ddp(rank, world_size):
     torch.manual_seed(0)

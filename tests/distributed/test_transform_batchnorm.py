@@ -174,6 +174,7 @@ def test_sync_batch_norm_modules_stay_synchronized_unasked(rank, world_size):
     assert_close(model(whole[3 * rank:3 * rank + 3]), reference(whole.double())[3 * rank:3 * rank + 3])
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_one_value_of_one_rank_under_the_backend(rank, world_size):
     """Torch checks its module before there is a graph; the other rank is told within the timeout of the group."""
@@ -190,6 +191,7 @@ class Doubled(nn.BatchNorm1d):
         return super().forward(input) * 2
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_the_model_is_a_batch_norm(rank, world_size):
     whole = torch.randn(3 * world_size, 4, generator=torch.Generator().manual_seed(1))
@@ -202,6 +204,7 @@ def test_the_model_is_a_batch_norm(rank, world_size):
         torch.testing.assert_close(source.running_var, reference.running_var.float())
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_after_a_graph_break(rank, world_size):
     class Broken(nn.Module):
@@ -225,6 +228,7 @@ def test_after_a_graph_break(rank, world_size):
     assert not any("rewrote nothing" in text for text in (*said, str(model.report)))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_evaluation_without_running_statistics_is_local(rank, world_size):
     for norm in (nn.BatchNorm1d, nn.SyncBatchNorm):
@@ -235,6 +239,7 @@ def test_evaluation_without_running_statistics_is_local(rank, world_size):
             assert_close(model(x), nn.functional.batch_norm(x.double(), None, None, training=True))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_plain_backend(rank, world_size):
     source = nn.BatchNorm1d(4)
@@ -243,6 +248,7 @@ def test_plain_backend(rank, world_size):
     assert_close(model(whole[3 * rank:3 * rank + 3]), reference(whole.double())[3 * rank:3 * rank + 3])
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_ranks_that_recompile_at_other_steps(rank, world_size):
     """A rank compiles for a new batch size while the other has a graph, and they agree on every collective."""

@@ -63,6 +63,6 @@ def one_rank_makes_more_with_batch_norm(rank, world_size, make):
     assert made[1].running_mean.abs().sum() > 0
 
 
-@table(1, "case, make", [(one_rank_makes_more, copy.deepcopy), (one_rank_makes_more_with_batch_norm, again)])
+@table(0, "case, make", [(one_rank_makes_more, copy.deepcopy), (one_rank_makes_more_with_batch_norm, again)])
 def test_copies_that_one_rank_makes_alone(case, make):
     run_ranks(case, 2, make)

@@ -57,6 +57,7 @@ def test_transform_averages_what_any_rank_uses(rank, world_size):
         _train(apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager"), source, wrapped, rank, STEPS)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_the_wrapper_averages_what_any_rank_uses_of_a_compiled_model(rank, world_size):
     source, wrapped = _twins(TwoHeads, 1 + rank)
@@ -95,6 +96,7 @@ def _train(model, source, wrapped, rank, steps):
         _assert_equal(source, optimizer, wrapped, theirs)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_step_in_pieces_averages_what_any_rank_uses(rank, world_size):
     def broken(model, x, used):
@@ -115,6 +117,7 @@ def test_a_step_in_pieces_averages_what_any_rank_uses(rank, world_size):
         _assert_equal(model, optimizer, wrapped, theirs)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_accumulates(rank, world_size):
     """Gradients add up over backwards through different outputs, inside of no_sync() and not."""
@@ -148,6 +151,7 @@ class _Sides(TwoHeads):
         return self.a(x), self.b(y)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_graphs_that_need_not_ask_do_not(rank, world_size):
     """One output, or outputs that all depend on all parameters."""

@@ -23,8 +23,8 @@ DEAR = ["README.md", *(f"docs/{name}.md" for name in (
     "derivatives", "checkpoints", "varying_sizes", "check_loop", "simulate", "architecture", "parallel", "parts"))]
 
 
-@table(1, "page", [*DEAR, *(pytest.param(page, marks=pytest.mark.long) for page in SLOW)], by_turns=True)
-def test_the_page_of_today_shows_what_its_programs_print(page):
+@table(1, "page", [*DEAR, *(pytest.param(page, marks=pytest.mark.long) for page in SLOW)])
+def test_a_dear_page_shows_what_its_programs_print(page):
     check(page)
 
 

@@ -195,7 +195,7 @@ def trained(loss, way, **options):
     return losses
 
 
-@table(len(ROWS) // 3, "row", range(len(ROWS)), by_turns=True, ids=lambda row: ROWS[row][0].__name__)
+@table(len(ROWS) // 3, "row", range(len(ROWS)), ids=lambda row: ROWS[row][0].__name__)
 def test_a_row_is_refused_in_its_words_and_its_cure_trains_as_eager(row):
     refused, cured = ROWS[row]
     _, said, _ = rows_of_page()[row]

@@ -348,7 +348,7 @@ WRONG_BATCHES = {
     "targets without loss_fn=": (lambda m: apexfx.compare(m, (X, LABELS)), TypeError, [
         "forward(): ", "which computes model(float32[2, 8, 32], int64[2])",
         "targets go with loss_fn= alone"]),
-    "name": (lambda m: apexfx.compare(m, {"y": X}), TypeError, ["forward(): ", "{'y': float32[2, 8, 32]}"]),
+    "name": (lambda m: apexfx.compare(m, {"y": X}), TypeError, ["forward()", "{'y': float32[2, 8, 32]}"]),
     "no targets": (lambda m: apexfx.compare(m, X, loss_fn=F.mse_loss), TypeError, [
         "'target'", "which computes loss_fn(model(float32[2, 8, 32]))", "expected: compare(model, (inputs, *targets), loss_fn="]),
     "by name with loss_fn=": (lambda m: apexfx.compare(m, {"x": X}, loss_fn=F.mse_loss), TypeError, [

@@ -126,6 +126,7 @@ def test_an_event_names_op_and_line(what, op, phase, comment, options):
     assert event.parameter and step.events == [event]
 
 
+@pytest.mark.long
 def test_the_search_leaves_everything_as_it_was():
     one, other = make(), make()
     for step in (one, other):
@@ -160,6 +161,7 @@ def test_dropout_is_that_of_the_call():
     assert 0 < step.skipped < 12
 
 
+@pytest.mark.long
 def test_a_scale_that_was_halved_is_searched_as_it_was():
     model = nn.Linear(4, 4)
     step = apexfx.train_step(model, objective=lambda m, x: m(x).float().mean(), inner="eager", opt_level="O2", dtype="float16",
@@ -201,6 +203,7 @@ def test_a_parameter_that_is_not_finite_is_named():
     assert step.events[-1].where == expected + line_of("the head")
 
 
+@pytest.mark.long
 def test_only_the_last_call_is_searched():
     step = make()
     for what in ("overflow", "overflow", "none"):

@@ -156,7 +156,7 @@ def outcome(entry, level, model, x):
     pytest.param(forward, entry, level, marks=() if (entry, level) in (("train_step", "O1"), ("amp", "O1")) else pytest.mark.long,
                  id=f"{forward.__name__}-{entry}-{level}")
     for forward in FORWARDS for entry in ENTRIES for level in LEVELS
-    if entry != "amp" or level in ("O0", "O1")], by_turns=True)  # or the model is half, and its own casts no longer fit together
+    if entry != "amp" or level in ("O0", "O1")])  # or the model is half, and its own casts no longer fit together
 def test_every_form_at_every_level(forward, entry, level):
     torch.manual_seed(0)
     model, x = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(ROWS, 4)

@@ -78,6 +78,7 @@ def test_a_step_says_which_graph_it_is():
     assert step_report().graphs[0].identity == "train, batch[0] f32[2,8], batch[1] i64[2]"
 
 
+@pytest.mark.long
 def test_a_report_that_was_read_answers_as_the_one_that_was_written(tmp_path):
     for report in (net_report(), step_report()):
         report.to_json(tmp_path / "report.json")
@@ -136,6 +137,7 @@ casts   train without gradients: f32 -> bf16 for      -                         
         input""")
 
 
+@pytest.mark.long
 def test_two_widths_of_a_step():
     assert_expected_inline(text(step_report().compare(step_report(64))), """\
 6 differences: 2 casts, 4 memory
@@ -158,6 +160,7 @@ class Scaled(nn.Module):
         return self.layers(x) / temperature
 
 
+@pytest.mark.long
 def test_a_constant_that_changed_is_named_by_its_role():
     def report(p, *temperatures):
         torch.compiler.reset()

@@ -44,7 +44,7 @@ def test_kinds_have_the_bytes_of_what_they_hold():
     assert timeline.peak == max(timeline.total) and len(timeline.total) == len(timeline.nodes)
 
 
-@table(1, "world_size", [2, 4, 8])
+@table(0, "world_size", [2, 4, 8])
 def test_a_rank_holds_its_rows_of_a_sharded_model(world_size):
     """A part of each parameter and each moment; and whole, a group that is read and the next."""
     width, blocks = 250, 4
@@ -141,6 +141,7 @@ def test_another_graph_has_none():
     assert str(MemoryTimeline([], {kind: [] for kind in KINDS})) == "the graph is empty"
 
 
+@pytest.mark.long
 def test_what_a_checkpoint_computes_again_lies_in_memory_of_its_own():
     class Blocks(nn.Module):
         def __init__(self, checkpoints):

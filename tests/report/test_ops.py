@@ -93,6 +93,7 @@ def test_a_promotion_names_its_cause_and_what_it_costs():
     assert (cast.cast_from, cast.dtype, cast.cast_bytes) == ("bf16", "f32", 2 * 5 * 64 * 4) and op.cast_bytes == cast.cast_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_the_override_of_each_op_changes_it(level):
     explained = net_report(opt_level=level).explain("blocks.0")

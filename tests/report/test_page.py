@@ -153,6 +153,7 @@ def test_a_kernel_of_a_forward_is_of_the_captured_graph_alone():
     assert kernels_of(report.graphs, Profile("cpu", 1.0, (1.0,), (time,))) == {(0, "forward"): [(time, [second.node])]}
 
 
+@pytest.mark.long
 def test_the_errors_of_a_comparison_come_with_the_page():
     step = small_step()
     comparison = apexfx.compare(step, BATCH)

@@ -187,6 +187,7 @@ def test_equal_layers_are_a_row_that_says_which_one_takes_most():
     assert "blocks.{0..3}.mlp.0, 10.000 of it blocks.2.mlp.0" in str(Profile("cpu", 17.0, (17.0,), times))
 
 
+@pytest.mark.long
 def test_layers_of_two_classes_are_two_rows():
     net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
     step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=1e-3), opt_level="O0", inner="eager")
@@ -220,6 +221,7 @@ class Tied(nn.Module):
 PRODUCTS = {"aten.mm", "aten.addmm", "torch.linear"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("net, accumulate, counts", [
     (Reused(), 1, {"a": 3 + 3 + 2, "b": 3}), (Reused(), 2, {"a": 2 * (3 + 3 + 2), "b": 2 * 3}),
     (Tied(), 1, {"a": 2, "b": 3, "c": 3}),

@@ -131,7 +131,7 @@ def same(one, other):
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex")
-@table(1, "start", range(3), by_turns=True)
+@table(1, "start", range(3))
 def test_every_damage_of_every_entry(start):
     step, batch = make(), batches(1)[0]
     step(*batch)

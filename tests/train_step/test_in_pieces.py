@@ -118,8 +118,7 @@ def test_clipping_and_accumulation_are_those_of_eager_torch(optimizer, options):
     assert ("Adagrad updates outside of the graph" in str(step.report)) == (optimizer is Adagrad)
 
 
-@table(1, "options", [{"opt_level": "O2", "dtype": "float16", "max_grad_norm": 0.1}, {"accumulate": 2, "loss_scale": 1024.0}],
-       by_turns=True)
+@table(1, "options", [{"opt_level": "O2", "dtype": "float16", "max_grad_norm": 0.1}, {"accumulate": 2, "loss_scale": 1024.0}])
 def test_it_is_the_step_of_one_graph_bit_by_bit(options):
     whole, pieces = make(model=Broken(lambda x: None), **options), make(**options)
     for batch in batches(4):

@@ -109,13 +109,13 @@ def node_of(data, **values):
     return next(node for node in data["graph"]["nodes"] if all(node[name] == value for name, value in values.items()))
 
 
-@table(1, "name", RUNS, by_turns=True)
+@table(1, "name", RUNS)
 def test_a_new_process_computes_the_same_bits(name, spikes):
     text, same = fresh_process.call(replay, str(spikes(name)[0]))
     assert same and "\nthe same bits in all of" in text
 
 
-@table(1, "name", RUNS, by_turns=True)
+@table(1, "name", RUNS)
 def test_a_bundle_computes_what_the_step_computed(name, spikes):
     """Dropout is on; Inductor's kernels have other random numbers."""
     path, before, loss, norm = spikes(name)

@@ -127,7 +127,7 @@ def test_sgd_gives_the_bits_of_eager_torch(numbers):
 @table(2, "optimizer, numbers", [
     (FusedAdam, {}), (FusedAdam, {"adam_w_mode": False, "max_grad_norm": 0.1}), (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
     (FusedSGD, {"lr": 0.1}), (FusedLAMB, {}), (FusedAdagrad, {}), (FusedNovoGrad, {}),
-], by_turns=True, ids=str)  # fmt: skip
+], ids=str)  # fmt: skip
 def test_a_fused_optimizer_gives_its_own_bits(optimizer, numbers):
     data = batches(5)
     step = make(optimizer, numbers)

@@ -90,7 +90,7 @@ SUMS = {"a scalar": (400, {}), "flushed": (399, {}),
                             "fallback": "transform"})}
 
 
-@table(1, "form", SUMS, by_turns=True)
+@table(1, "form", SUMS)
 def test_many_half_gradients_are_summed_in_float32(form):  # deepspeedai/DeepSpeed#1800
     """A sum in bfloat16 stands still at 256 of one number."""
     calls, options = SUMS[form]

@@ -143,6 +143,7 @@ def test_it_names_the_line(case, tmp_path, capsys):
     assert found == [(kind, Place(str(path), line)) for line in lines], result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CLEAN)
 def test_it_invents_nothing(case, tmp_path, capsys):
     path, _ = script(tmp_path, CLEAN[case])

@@ -56,7 +56,7 @@ def predicted(name, shard, num_ranks, clips, muon):
             yield "wait", started[task.name]
 
 
-@table(2, "name, shard, clips, muon", [
+@table(0, "name, shard, clips, muon", [
     ("mlp", "model", False, False), ("cnn", "optimizer", False, False), ("transformer", "model", True, False),
     ("mlp", "optimizer", True, False), ("cnn", "model", True, False), ("cnn", "optimizer", True, False),
     ("mlp", "optimizer", False, True), ("mlp", "optimizer", True, True), ("transformer", "model", False, True)])
