@@ -18,6 +18,15 @@ LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent
 _CALLED = re.compile(r"failed to bind arguments(?:.|\n)*func='(\w+)'")
 
 
+OF_A_PASS = "  raised by the pass"  # begins a note
+
+
+def is_told(error: BaseException) -> bool:
+    """Return whether an error is in words of this package, or of a pass, which may be the user's."""
+    return type(error).__module__.startswith("apexfx.") or str(error).startswith("apexfx") or any(
+        note.startswith(OF_A_PASS) for note in getattr(error, "__notes__", ()))
+
+
 class InnerCompilerError(RuntimeError):
     """Raised where the inner compiler fails at a graph, in words of this package; the cause is what it raised."""
 

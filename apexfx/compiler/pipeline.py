@@ -20,6 +20,7 @@ from ..report.data import Report
 from ..report.node_places import node_places
 from ..report.records import Artifacts, PassReport, StageReport
 from . import verification
+from .forward_errors import OF_A_PASS
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ class Pipeline:
         start = time.perf_counter()
         try:
             result = pass_(gm)
-        except (PassError, ValueError, TypeError):
+        except (PassError, ValueError, TypeError) as error:
+            error.add_note(f"{OF_A_PASS} {pass_.name!r}")
             raise
         except Exception as error:
             raise PassError(pass_.name, f"failed: {type(error).__name__}: {error}") from error

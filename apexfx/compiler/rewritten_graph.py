@@ -31,7 +31,7 @@ from ..report.data import Report
 from ..report.records import GraphReport
 from . import cache, capture, torch_faults
 from .backward_stage import BackwardPasses
-from .forward_errors import DataDependentError, InnerCompilerError, frames_of_user, place
+from .forward_errors import DataDependentError, InnerCompilerError, frames_of_user, is_told, place
 from .inner_compilers import INNER, trace
 from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
@@ -185,7 +185,7 @@ def _explained(gm: fx.GraphModule) -> Iterator[None]:
             if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat)))), None)
         of_inductor, original = isinstance(error, InductorError), getattr(error, "inner_exception", error)
         said = str(original).strip().partition("\n")[0]
-        if said.startswith("apexfx") or type(original).__module__.startswith("apexfx"):
+        if is_told(original):
             raise
         if read is not None and _OF_DATA.search(str(error)):
             raise DataDependentError(f"apexfx: {source_line(read)} reads a number or a size from data, and the inner compiler "

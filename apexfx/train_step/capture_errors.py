@@ -13,7 +13,7 @@ from typing import Any
 
 from .._torch import close_frames, quiet_fakes
 from ..compiler.capture import local_name
-from ..compiler.forward_errors import InnerCompilerError, as_in_eager, frames_of_user, place, with_place
+from ..compiler.forward_errors import InnerCompilerError, as_in_eager, frames_of_user, is_told, place, with_place
 from ..compiler.recompiles import LENGTHS
 from .derivatives import REFUSED_AT_THIRD_ORDER, composed_at_capture
 
@@ -174,7 +174,7 @@ def capture_errors() -> Iterator[None]:
             raise ValueError("apexfx: a hook of the forward calls torch.autograd.grad() on tensors that are cast in front of it, "
                              "by which it cannot differentiate; use opt_level='O0', or keep the modules that compute them in "
                              "float32 (precision=)") from error
-        if _is_ours(inner) and not isinstance(inner, InnerCompilerError):
+        if is_told(inner) and not isinstance(inner, InnerCompilerError):
             raise inner from inner.__cause__
         if isinstance(inner, InnerCompilerError):
             refused = _not_one_graph(said)
@@ -184,13 +184,9 @@ def capture_errors() -> Iterator[None]:
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
         raise _of_dynamo(error) from error
     except Exception as error:
-        if _is_ours(error) or not _while_compiling(error):
+        if is_told(error) or not _while_compiling(error):
             raise
         raise _not_one_graph(f"{type(error).__name__}: {error}") from error
-
-
-def _is_ours(error: BaseException) -> bool:
-    return type(error).__module__.startswith("apexfx.") or str(error).startswith("apexfx")
 
 
 def _while_compiling(error: BaseException) -> bool:
@@ -217,7 +213,7 @@ def run_or_raise_as_eager(run: Callable[[], Any], run_in_eager: Callable[[], boo
                 or not _raises_itself(str(cause)) and not isinstance(error, AssertionError):  # of what torch traces an op by
             raise
         explained = error
-    if not run_in_eager() or isinstance(explained, NotOneGraph) or _is_ours(explained):
+    if not run_in_eager() or isinstance(explained, NotOneGraph) or is_told(explained):
         raise explained
     said = f"{type(explained).__name__}: {explained}, where eager raises nothing\n{explained.__cause__}"
     raise _not_one_graph(said) from explained.__cause__
