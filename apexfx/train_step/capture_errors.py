@@ -23,8 +23,8 @@ _DATA_DEPENDENT = r"data-dependent|got SymInt|PendingUnbackedSymbolNotFound"
 _DUAL_NUMBERS = re.compile(r"convert all Tensors to FakeTensors|InferenceMode::is_enabled\(\) && self")  # of fake tensors
 _TENSOR_CALLED = re.compile(r"how to trace the function .Tensor\(|Tensor method .forward. is not|'Tensor' object is not callable")
 # What torch says, in a word, and the reason and the advice that a user gets for it.
-_DRAW = ("Draw by torch.rand(()), and choose by torch.where(torch.rand(()) < p, a, b) in the place of an if; or draw outside, and "
-         "give the step the number")
+_DRAW = ("Draw by torch.rand(()), and choose by torch.where(torch.rand(()) < p, a, b) in the place of an if; or draw outside, "
+         "and give the step the number")
 _OBSTACLES = (
     (_DUAL_NUMBERS,
      "torch cannot differentiate forward (jvp, jacfwd, hessian) through every op, norms among others, while it captures a graph",
@@ -65,8 +65,8 @@ _OBSTACLES = (
         (r"use_numpy_random_stream", "np.random of NumPy is called, whose numbers are in no graph", "Draw by torch.rand()"),
         (r"how to trace .*`(?:<unknown module>\.)?Random\.(\w+)\.?`", "random.{0}() of Python is called, which is in no graph",
          _DRAW),
-        (r"Data-dependent branching(?s:.*)random_value_\d+", "a branch depends on a number that Python's random draws in each call",
-         _DRAW),
+        (r"Data-dependent branching(?s:.*)random_value_\d+",
+         "a branch depends on a number that Python's random draws in each call", _DRAW),
         (r"(?:does not support next\(\) on |name=__next__, type=)(\w+)",
          "next() is called on a {0} of Python, which a graph cannot advance",
          "Call next() outside, and give the step what it returns"),

@@ -167,7 +167,8 @@ def by_chance(model, batch, keep):
 
 @pytest.mark.parametrize("objective, reason, cure", [
     (energy_and_forces, "stays in what the step was given", r"batch = \{\*\*batch, 'pos': pos\}"),
-    (by_chance, since("2.14", "that Python's random draws", r"random.random\(\) of Python is called"), r"torch.where\(torch.rand\(\(\)\) < p, a, b\)")],
+    (by_chance, since("2.14", "that Python's random draws", r"random.random\(\) of Python is called"),
+     r"torch.where\(torch.rand\(\(\)\) < p, a, b\)")],
     ids=["a dictionary", "a choice"])
 def test_a_cure_trains_what_the_program_trained(objective, reason, cure):
     torch.manual_seed(0)
