@@ -50,17 +50,16 @@ def _host_syncs(session: Session, plan: Plan) -> Iterator[Finding]:
                       f"up to; waits timed in {observer.num_steps} steps" if waits else "counted; the CPU waits for nothing")
 
 
-def _parameter_loops(session: Session, plan: Plan) -> Iterator[Finding | str]:
+def _parameter_loops(session: Session, plan: Plan) -> Iterator[Finding]:
     for span, lines in plan.loops.items():
         ms = sum(ops.uses.ms for ops in lines) / session.observer.num_steps
         place, count = Place(span[0], span[1]), len({key for ops in lines for key in ops.tensors})
-        if (as_one := plan.foreach_ms.get(span, 0.0)) >= ms:
-            yield f"{place}: averages {count} parameters one by one in {ms:.2f} ms; one call for all takes {as_one:.2f} ms"
-        elif span in plan.foreach_ms:
+        if (as_one := plan.foreach_ms.get(span)) is not None:
             yield Finding("ema_loop", place, f"averages {count} parameters one by one; one call for all takes {as_one:.2f} ms",
                           "torch._foreach_lerp_(averages, parameters, 1 - decay); AveragedModel(model, multi_avg_fn="
                           "get_ema_multi_avg_fn(decay)); or apexfx.train_step(..., ema=apexfx.EMA(decay))",
-                          ms, ms - as_one, "its ops timed, without Python around them, and one call on copies")
+                          ms, ms - as_one if as_one < ms else None,
+                          "its ops timed, without Python around them, and one call on copies")
         else:
             of = "gradients" if any(ops.of_gradients for ops in lines) else "parameters"
             names = ", ".join(sorted({name for ops in lines for name in ops.names}))
