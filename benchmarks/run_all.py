@@ -65,8 +65,8 @@ SHORT = (  # in order of worth
     "one_rank.py --device cpu --inner eager --json results/one_rank_cpu.json",
     "composites.py --device cpu --json results/composites_cpu.json",
 )
-# run by others; a page and a picture from a record; this
-NO_BENCHMARKS = ("jax_derivatives.py", "jax_models.py", "roofline.py", "loss_curves.py", "run_all.py")
+# no ratio; run by others; a page and a picture from a record; this
+NO_BENCHMARKS = ("index_ranges.py", "jax_derivatives.py", "jax_models.py", "roofline.py", "loss_curves.py", "run_all.py")
 
 # Record -> what is compared of a row of it: more is better.
 RATIO: dict[str, Callable[[dict[str, Any]], float]] = {

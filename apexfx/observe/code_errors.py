@@ -11,7 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TIMES = 10  # the error of the ops: what is farther off is no rounding
+from ..config import HALVES
+
+# How many times the error of the ops is no rounding: some of them sum in float64 what code sums in float32.
+_TIMES, _TIMES_IN_HALVES = 100, 10
 # The least error, by the narrowest dtype of a graph, that is looked at: sums in another order, of many numbers, are so far off.
 _FLOOR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _ZERO = 1e-2  # of that floor, and of the others' size: less is rounding of a tensor that is 0 by its formula
@@ -63,6 +66,11 @@ class Compared:
     def is_counted(self) -> bool:
         """Whether its elements are equal or not, as integers are."""
         return not (self.wide.is_floating_point() or self.wide.is_complex())
+
+    @property
+    def times(self) -> int:
+        """How many times the error of the ops is too far off."""
+        return _TIMES_IN_HALVES if self.narrowest in HALVES else _TIMES
 
     @property
     def least(self) -> float:
@@ -123,17 +131,17 @@ def scales(compared: Sequence[Compared]) -> list[Errors]:
     found = []
     for each in compared:
         count, others = math.sqrt(each.wide.numel()), usual.get(each.kind, 0.0)
-        least = _OF_ZERO * others or TIMES * rounding.get(each.kind, 0.0)
+        least = _OF_ZERO * others or each.times * rounding.get(each.kind, 0.0)
         is_zero = count > 1 and not each.is_counted and each.size.norm <= _ZERO * each.least * others * count
         found.append(Errors(least * count / each.least, least / each.least) if is_zero else each.size)
     return found
 
 
 def is_suspect(each: Compared, of_code: Errors, size: Errors) -> bool:
-    """Return whether an error is more than `TIMES` that of the ops, and than what is looked at at all.
+    """Return whether an error is more than `times` that of the ops, and than what is looked at at all.
 
     Args:
         of_code: the error.
         size: by what errors are measured.
     """
-    return any(code > TIMES * ops and code > each.least * whole for code, ops, whole in zip(of_code, each.of_ops, size))
+    return any(code > each.times * ops and code > each.least * whole for code, ops, whole in zip(of_code, each.of_ops, size))

@@ -30,8 +30,12 @@ def test_errors_of_float32(code, expected):
     assert bool(suspects(of("x", code, X * (1 + 1e-7), X))) == expected
 
 
-def test_ten_times_the_ops_is_no_fault():
-    assert not suspects(of("x", X * (1 + 3e-3), X * (1 + 1e-3), X)) and suspects(of("x", X * 1.1, X * (1 + 1e-3), X))
+@pytest.mark.parametrize("narrowest, times", [
+    (torch.float32, 100), (torch.float64, 100), (torch.float16, 10), (torch.bfloat16, 10)])
+def test_so_many_times_the_ops_is_no_fault(narrowest, times):
+    ops = X * (1 + 8e-3)
+    assert not suspects(of("x", X * (1 + 0.9 * times * 8e-3), ops, X, narrowest=narrowest))
+    assert suspects(of("x", X * (1 + 1.1 * times * 8e-3), ops, X, narrowest=narrowest))
 
 
 def test_what_is_zero_by_its_formula_is_measured_by_the_others():
