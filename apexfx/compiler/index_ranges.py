@@ -94,8 +94,9 @@ class IndexRanges:
                 source, views = _source(index)
                 p = placeholders[inputs[source]] if source in inputs else None
                 if p is None or p.kind != "input" or p.dtype not in (torch.int64, torch.int32) or not isinstance(size, int) or \
-                        p.device.type != "cpu" and not looks or storages(value(source)) & changed:
+                        p.device.type != "cpu" and not looks or any(storages(value(each)) & changed for each in (source, *views)):
                     continue
+                views = _without_same(views)
                 if (made := _made_by(views, source, inputs)) is not None:
                     path = f" of {module_path(node)!r}" if module_path(node) else ""
                     where = f" at {line}" if (line := source_line(node)) else ""
@@ -111,6 +112,8 @@ class IndexRanges:
             IndexError: it names the tensor, the number and the op.
         """
         for each in self._indices:
+            if type(args[each.place]) is not Tensor:  # but one without numbers, a fake one
+                continue
             numbers = args[each.place] if each.view is None else each.view(*[args[place] for place in each.inputs])
             if not numbers.numel() or _within(numbers, each):
                 continue
@@ -145,8 +148,10 @@ def _indices(node: fx.Node) -> list[tuple[fx.Node, Any, bool, int | None]]:
         return []
     given = {**dict(zip(takes.arguments, node.args)), **node.kwargs}
     index, into = given.get(takes.index), value(given.get(takes.into))
+    if not (isinstance(index, fx.Node) and isinstance(into, Tensor) and into.dim()):
+        return []
     dim = given.get(takes.dim) if isinstance(takes.dim, str) else min(takes.dim, into.dim() - 1)
-    if not (isinstance(index, fx.Node) and isinstance(into, Tensor) and isinstance(dim, int) and into.dim()):
+    if not isinstance(dim, int):
         return []
     return [(index, into.shape[dim], takes.counts_back,
              given.get("ignore_index", -100) if "ignore_index" in takes.arguments else None)]
@@ -173,18 +178,21 @@ def _dims(key: Any) -> int:
     key = value(key)
     if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8):
         return key.dim()
-    return int(key is not None and key is not ...)
+    return int(key is not None and key is not ... and not isinstance(key, bool))
 
 
 def _source(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Return what a tensor is a view of, and the views, in order, without those at the end that hold the same numbers."""
+    """Return what a tensor is a view of, or a copy, and the views and copies, in order."""
     views: list[fx.Node] = []
     while node.op in ("call_function", "call_method") and canonical_name(node.target) in _SAME | _SOME \
             and node.args and isinstance(node.args[0], fx.Node):
         views, node = [node, *views], node.args[0]
-    while views and canonical_name(views[-1].target) in _SAME:
-        views.pop()
     return node, views
+
+
+def _without_same(views: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """Leave out the views at the end that hold the same numbers."""
+    return views if not views or canonical_name(views[-1].target) in _SOME else _without_same(views[:-1])
 
 
 def _made_by(views: Sequence[fx.Node], source: fx.Node, inputs: dict[fx.Node, int]) -> tuple[

@@ -44,6 +44,7 @@ from .refusals import check_inputs, check_python_objects
 from .verification import real_inputs
 
 _OF_DATA = re.compile(r"\bu\d+\b|unbacked|data-dependent")  # of errors that are about a number or a size read from data
+_CONVOLUTION = re.compile(r"conv(_transpose)?(\dd)?")
 
 
 def read_inputs(gm: fx.GraphModule, example_inputs: list[Any], config: TransformConfig, index: ModelIndex, *,
@@ -123,8 +124,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
         mode: as of `GraphReport`.
     """
     _check_collectives(gm)
-    if config.inner != "eager" and any(canonical_name(node.target).startswith("conv") and isinstance(value(node), torch.Tensor)
-                                       and value(node).numel() == 0 for each in graphs(gm) for node in each.graph.nodes):
+    if config.inner != "eager" and any(map(_convolves_nothing, (node for each in graphs(gm) for node in each.graph.nodes))):
         report.note("apexfx: a convolution of no rows is not compiled, and this graph runs op by op: Inductor lays out its "
                     "gradient as none is")
         config = replace(config, inner="eager", inner_options={})
@@ -145,6 +145,13 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
     if key is not None:
         record.load_backward = functools.partial(cache.load_stage, key)
     return RewrittenGraph(gm, example_inputs, placeholders, config, pipeline, record, uuid, key)
+
+
+def _convolves_nothing(node: fx.Node) -> bool:
+    """Return whether a node is a convolution of no rows; one of rows that are counted when the graph runs is none."""
+    val = value(node)
+    return node.op.startswith("call") and _CONVOLUTION.fullmatch(canonical_name(node.target)) is not None \
+        and isinstance(val, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in val.shape)
 
 
 def _check_collectives(gm: fx.GraphModule) -> None:

@@ -81,6 +81,20 @@ def test_the_highest_half_is_found_again_in_backward(highest):
     torch.testing.assert_close(model.encode.weight.grad, reference.encode.weight.grad, rtol=0.1, atol=0.1)
 
 
+def test_a_convolution_of_rows_by_a_mask_trains_as_in_eager():
+    reference, x, mask = nn.Conv1d(1, 2, 3, padding=1), torch.randn(4, 8), torch.tensor([True, False, True, True])
+    model = copy.deepcopy(reference)
+
+    def objective(model, x, mask):
+        return model(x[mask].unsqueeze(1)).square().mean()
+
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), 0.0), keep_grads=True,
+                             opt_level="O0")
+    torch.testing.assert_close(step(x, mask), objective(reference, x, mask).detach())
+    objective(reference, x, mask).backward()
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad)
+
+
 def test_rows_in_a_random_order_are_refused_with_what_to_write():
     model = apexfx.transform(Shuffled(4, 4), opt_level="O0", inner="inductor")
     with refused_before("2.14", RuntimeError, r"randperm\(n\) takes; take them by torch.rand\(n\).argsort"):
