@@ -12,6 +12,7 @@ import gc
 import inspect
 import logging
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -164,15 +165,19 @@ def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., object]:
     return cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step
 
 
+ONE_CAPTURES = threading.RLock()  # a process has one stance, and one function of a name: threads that change them take turns
+
+
 @contextlib.contextmanager
 def not_compiling() -> Iterator[None]:
     """Have `torch.compiler.is_compiling()` say no, as in an eager program, and what is compiled run as it is written."""
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    with ONE_CAPTURES:
+        before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            torch.compiler._is_compiling_flag = before
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

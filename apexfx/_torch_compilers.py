@@ -9,7 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import gc
 import inspect
 import json
 import math
@@ -19,6 +18,7 @@ import string
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
@@ -304,6 +304,14 @@ def whole_loops() -> Iterator[None]:
         yield
 
 
+_CODES: list[weakref.ref[CompiledFxGraph]] = []  # that `generated_code` returns
+
+
+def note_code(code: CompiledFxGraph) -> None:
+    """Have `generated_code` return this one, too, as long as somebody holds it."""
+    _CODES[:] = [each for each in _CODES if each() is not None and each() is not code] + [weakref.ref(code)]
+
+
 @contextlib.contextmanager
 def code_of_caches() -> Iterator[list[CompiledFxGraph]]:
     """Yield the code that is loaded from a cache, or compiled, in this context, as it comes."""
@@ -314,6 +322,7 @@ def code_of_caches() -> Iterator[list[CompiledFxGraph]]:
     def note(self: CompiledFxGraph, *args: Any) -> None:
         post_compile(self, *args)
         loaded.append(self)
+        note_code(self)
 
     with mock.patch.object(CompiledFxGraph, "post_compile", note):
         yield loaded
@@ -543,9 +552,9 @@ class GeneratedCode(NamedTuple):
 
 
 def generated_code() -> list[GeneratedCode]:
-    """Return the code of every graph in this process that Inductor was given with `TRACK_KERNELS`, from a cache or not."""
+    """Return the code of every graph of ours that Inductor has compiled in this process, or has taken from its cache."""
     codes = []
-    for graph in [each for each in gc.get_objects() if type(each) is CompiledFxGraph]:  # no list has those of a cache
+    for graph in filter(None, [each() for each in _CODES]):
         mapping = getattr(graph, "inductor_provenance_mapping_str", None)
         runner = getattr(graph, "compiled_fn_runner", None)  # where the call is wrapped: CUDA graphs, inputs to be aligned
         call = next((each.__func__ for each in (graph.current_callable, getattr(runner, "call", None))
@@ -608,14 +617,14 @@ INLINE_REGIONS = {_INLINES: True} if hasattr(dynamo_config, _INLINES) else {}
 
 
 def _inline_region(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace a call under `torch.compiler.nested_compile_region` as it stands there, where torch is told to inline regions.
+    """Trace a call under `torch.compiler.nested_compile_region` as it stands there, in graphs of ours where torch is told to.
 
     It does so in the captured graph (2.13). There all calls but the first have the modules of that one, and results without a
     history: `torch.autograd.grad` in the same graph gives None for all that comes before, without a word.
     """
     @functools.wraps(call)
     def inline(self: Any, translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if not getattr(dynamo_config, _INLINES, False):
+        if not getattr(dynamo_config, _INLINES, False) or not _is_ours(innermost_backend(translator.output.compiler_fn)):
             return call(self, translator, args, kwargs)
         function, *args = args
         return function.call_function(translator, args, kwargs)

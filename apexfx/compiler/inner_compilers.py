@@ -24,6 +24,7 @@ from .._torch_compilers import (
     keep_kernels,
     keep_order_of_writes,
     keep_written_values,
+    note_code,
     whole_loops,
     without_autograd_cache,
 )
@@ -96,6 +97,7 @@ def _inner_compile(backward: Any, is_shared: bool, gm: fx.GraphModule, example_i
         compiled = compile_fx_inner(gm, example_inputs, **options)
     if not isinstance(compiled, CompiledFxGraph):  # a graph that computes nothing, which runs as it is
         return compiled
+    note_code(compiled)
     is_backward = bool(options.get("is_backward"))
     if is_backward or backward.is_train_step:
         backward.load(cache_entry(compiled))

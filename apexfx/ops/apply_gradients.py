@@ -66,15 +66,28 @@ _PLANS: weakref.WeakValueDictionary[str, Plan] = weakref.WeakValueDictionary()
 
 
 def registered(plan: Plan) -> Plan:
-    """Return the one plan of its text, which `plan_of` finds while somebody holds it."""
+    """Return the one plan of its text, which `plan_of` finds while the caller holds it: the state of a step does.
+
+    Raises:
+        ValueError: another plan has this text: two parts with other constants have one key.
+    """
     held = _PLANS.setdefault(plan.text, plan)
-    assert held == plan, f"two plans have the text {plan.text}"
+    if held != plan:
+        raise ValueError(f"apexfx: two plans have the text {plan.text}: the `key` of a part has to name all its constants")
     return held
 
 
 def plan_of(text: str) -> Plan:
-    """Return the plan that a node carries the text of."""
-    return _PLANS[text]
+    """Return the plan that a node carries the text of.
+
+    Raises:
+        RuntimeError: nobody holds it any more.
+    """
+    plan = _PLANS.get(text)
+    if plan is None:
+        raise RuntimeError(f"apexfx: the training step that this graph is of is gone, and with it the plan {text}; keep the step "
+                           "as long as its graphs")
+    return plan
 
 
 def _runs(slots: Sequence[tuple[str, int | None]]) -> Iterator[str]:

@@ -38,7 +38,7 @@ def apply_accumulated(components: Components, state: TrainingState, num_calls: i
     if sharded_update is not None:
         params = sharded_update.own(now.params, but=now.plan.whole)
         grads = grads if components.reduces_each_call else sharded_update.own(grads)
-    plan = registered(now.plan.of_calls(num_calls))  # which lasts as long as this name
+    plan = registered(now.plan.of_calls(num_calls))
     inputs = dataclasses.replace(state.inputs(components.model), params=params, gradient_sums=now.gradient_sums, plan=plan.text)
     applied = apply_average(inputs, grads, weighted)
     if sharded_update is not None:

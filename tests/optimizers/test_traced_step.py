@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import operator
 import random
 import re
+import threading
+import time
 
 import pytest
 import torch
@@ -311,3 +314,45 @@ def test_a_number_that_a_group_has_as_a_tensor_is_read_again_where_it_changes():
         digests.add(traced_update(optimizer, {id(p)}, {}, {}).trace.digest)
         optimizer.param_groups[0]["scale"].mul_(0.5)
     assert len(digests) == 3
+
+
+class Slow(optim.Optimizer):
+    """Asks for numbers as programs do, for long enough that two steps of it are traced at once."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                time.sleep(0.05)
+                lr = max(group["lr"], 0.01) * math.sqrt(4.0) if isinstance(group["lr"], float) else 0.0
+                p.sub_(p.grad, alpha=math.sqrt(min(lr, 1.0)))
+
+
+def test_two_threads_trace_two_optimizers_at_once_and_names_are_what_they_were():
+    before, loss_fn = (max, min, isinstance, id, math.sqrt), torch.nn.functional.mse_loss
+    models = [torch.nn.Linear(4, 3) for _ in range(2)]
+    references, x, y = copy.deepcopy(models), torch.randn(8, 4), torch.randn(8, 3)
+    traced = []
+
+    def train(model, lr):
+        step = apexfx.train_step(model, loss_fn, Slow(model.parameters(), lr), opt_level="O0", inner="eager")
+        for _ in range(2):
+            step(x, y)
+        traced.append("Slow.step(), traced: " in str(step.report.to_json()))
+
+    threads = [threading.Thread(target=train, args=(model, lr)) for model, lr in zip(models, (0.1, 0.3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(operator.is_, before, (max, min, isinstance, id, math.sqrt))) and traced == [True, True]
+    for model, reference, lr in zip(models, references, (0.1, 0.3)):
+        optimizer = Slow(reference.parameters(), lr)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_fn(reference(x), y).backward()
+            optimizer.step()
+        assert_same(model.state_dict(), reference.state_dict())

@@ -10,11 +10,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import inspect
 import math
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -138,39 +139,45 @@ for _name, _function in COMPARISONS.items():
     setattr(Number, _name, lambda self, other, function=_function: self.trace.condition(function, self, other))
 
 
-@contextlib.contextmanager
-def asked_of_numbers() -> Iterator[None]:
+def asked_of_numbers() -> contextlib.AbstractContextManager[None]:
     """Have `max`, `min` and functions of `math` take symbolic numbers, too, which are instances of `float` to a program."""
     def is_instance(value: Any, kinds: Any, plain: Callable[[Any, Any], bool] = isinstance) -> bool:
         return plain(value, kinds) or type(value) is torch.SymFloat and plain(0.0, kinds) and _asks_of_program()
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(builtins, "isinstance", is_instance))
-        for module, name, of_numbers in (
-                (builtins, "max", lambda *args: functools.reduce(torch.sym_max, args)),
-                (builtins, "min", lambda *args: functools.reduce(torch.sym_min, args)), (math, "pow", operator.pow),
-                *((math, name, functools.partial(_elementwise, name)) for name in ("sqrt", "exp", "log", "cos", "sin", "tanh"))):
-            stack.enter_context(patch.object(module, name, _either(getattr(module, name), of_numbers)))
-        yield
+    return _in_this_thread((builtins, "isinstance", is_instance), *(
+        (module, name, _either(getattr(module, name), of_numbers)) for module, name, of_numbers in (
+            (builtins, "max", lambda *args: functools.reduce(torch.sym_max, args)),
+            (builtins, "min", lambda *args: functools.reduce(torch.sym_min, args)), (math, "pow", operator.pow),
+            *((math, name, functools.partial(_elementwise, name)) for name in ("sqrt", "exp", "log", "cos", "sin", "tanh")))))
 
 
-@contextlib.contextmanager
-def asked_for_ids() -> Iterator[None]:
+def asked_for_ids() -> contextlib.AbstractContextManager[None]:
     """Refuse a program that asks for the `id()` of a tensor, by which it knows those of a model, and no others."""
-    thread = threading.get_ident()
-
     def of(value: Any, plain: Callable[[Any], int] = id) -> int:
-        if isinstance(value, Tensor) and threading.get_ident() == thread and _asks_of_program():
+        if isinstance(value, Tensor) and _asks_of_program():
             raise NotTraceable("asks for the id() of a tensor")
         return plain(value)
 
-    with patch.object(builtins, "id", of):
+    return _in_this_thread((builtins, "id", of))
+
+
+@contextlib.contextmanager
+def _in_this_thread(*functions: tuple[ModuleType, str, Callable[..., Any]]) -> Iterator[None]:
+    """Have this thread, within `not_compiling`, call other functions in the place of those of modules, which all others call."""
+    thread = threading.get_ident()
+
+    def either(plain: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (own if threading.get_ident() == thread else plain)(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for module, name, own in functions:
+            stack.enter_context(patch.object(module, name, either(getattr(module, name), own)))
         yield
 
 
 def _asks_of_program() -> bool:
-    """Return whether the function that called the caller of this one is neither torch's nor ours."""
-    return str(inspect.currentframe().f_back.f_back.f_globals.get("__name__")).partition(".")[0] not in ("torch", "apexfx")
+    """Return whether the function that called one of `_in_this_thread`, which calls this, is neither torch's nor ours."""
+    return str(sys._getframe(3).f_globals.get("__name__")).partition(".")[0] not in ("torch", "apexfx")
 
 
 def _either(plain: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
