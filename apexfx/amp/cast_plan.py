@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from ..precision.policy import (
     saturated,
 )
 from ..precision.rules import FLOATS, Rule, decide, lookup
-
-if TYPE_CHECKING:
-    from .executor import CastExecutor
 
 # Set on a tensor whose dtype the user's own code chose: `policy.left_to_user`.
 USER_CAST = "_apexfx_user_cast"
@@ -115,12 +112,12 @@ class CastPlan:
     """Calls one function with its floating arguments cast as its rule says, and its numbers within their range.
 
     Args:
-        executor: whose half type, rules and cache are used.
+        executor: the CastExecutor whose half type, rules and cache are used.
         name: the canonical name of the function.
         rule: holds in place of the executor's.
     """
 
-    def __init__(self, executor: CastExecutor, name: str, rule: Rule | None = None) -> None:
+    def __init__(self, executor: Any, name: str, rule: Rule | None = None) -> None:
         self.executor = executor
         self.name = name
         self.rule = rule
@@ -292,7 +289,7 @@ def is_plain(values: Any) -> bool:
     return True
 
 
-def following(executor: CastExecutor, name: str, rule: Rule) -> Callable[..., Any]:
+def following(executor: Any, name: str, rule: Rule) -> Callable[..., Any]:
     """Return how a cast or view is called: marks of its argument go to its result, and a cast may make one (`USER_CAST`)."""
     casts = rule.family == "cast"
 

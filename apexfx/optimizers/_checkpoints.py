@@ -6,12 +6,10 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from ._base import FusedOptimizer
 
 
 class _Kept:
@@ -21,8 +19,9 @@ class _Kept:
         self.tensor = tensor
 
 
-def wrapped_state(optimizer: FusedOptimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict for torch to load, with one count of steps a group and tensors that it will not cast.
+def wrapped_state(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict for torch to load into a fused optimizer, with one count of steps a group and tensors that it will
+    not cast.
 
     Raises:
         ValueError: state that is not of these parameters and this kind of optimizer.
@@ -53,7 +52,7 @@ def wrapped_state(optimizer: FusedOptimizer, loaded: dict[str, Any]) -> dict[str
     return {**loaded, "state": state, "param_groups": groups}
 
 
-def unwrap_state(optimizer: FusedOptimizer) -> None:
+def unwrap_state(optimizer: torch.optim.Optimizer) -> None:
     """Bring loaded tensors to their parameters' devices, in the dtypes that the optimizer keeps them in."""
     for param, values in optimizer.state.items():
         for name, value in values.items() if isinstance(values, dict) else ():
@@ -87,7 +86,7 @@ def lacking(cls: str, state: dict[str, Any], names: Sequence[str]) -> str:
             + (f"it was saved by {by}" if by else "a part of it is lost, or it was saved by another class"))
 
 
-def _check(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor, index: Any, values: Any) -> None:
+def _check(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor, index: Any, values: Any) -> None:
     what = f"{type(optimizer).__name__} cannot load the state of parameter {index}:"
     if not isinstance(values, dict):
         raise ValueError(f"{what} it is {type(values).__name__}, expected a dict")

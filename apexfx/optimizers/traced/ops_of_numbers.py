@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._torch import tree_map
 from ...config import HALVES
-from .symbolic_numbers import COMPARISONS
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
+from .symbolic_numbers import COMPARISONS, Trace
 
 
 def _result_dtype(self: Tensor, *others: Any) -> torch.dtype:
@@ -25,7 +22,7 @@ def _result_dtype(self: Tensor, *others: Any) -> torch.dtype:
 
 def _wide(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Compute in the dtype of the result, of halves in float32, as kernels do that take a number, and round once."""
-    def apply(trace: Recorder, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def apply(trace: Trace, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dtype = _result_dtype(self, *args, *kwargs.values())
         wide = torch.float32 if dtype in HALVES else dtype
         args, kwargs = tree_map(lambda x: x.to(wide) if isinstance(x, Tensor) else x, (args, kwargs))

@@ -16,15 +16,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 Inputs = Mapping[Any, Any]  # of numbers that the host sets: what they are now
 Host = Callable[[Inputs], Any]  # computes a number on the host
@@ -32,6 +29,18 @@ Host = Callable[[Inputs], Any]  # computes a number on the host
 
 class NotTraceable(Exception):
     """A program does what a graph does not hold; the message says what."""
+
+
+class Trace(Protocol):
+    """What numbers ask of the recorder that they belong to: to compute others, to choose a branch, and to be tensors of an op."""
+
+    def number(self, function: Callable[..., Any], *operands: Number) -> Number: ...
+
+    def condition(self, function: Callable[..., Any], *operands: Number) -> Condition: ...
+
+    def decide(self, condition: Condition) -> bool: ...
+
+    def beside(self, number: Any, tensors: Sequence[Tensor]) -> Any: ...
 
 
 def _says(answer: bool) -> Callable[[Any], bool]:
@@ -44,7 +53,7 @@ class Number:
     The names of the methods are those that `torch.SymFloat` looks for.
     """
 
-    def __init__(self, trace: Recorder, tensor: Tensor | float, host: Host | None = None) -> None:
+    def __init__(self, trace: Trace, tensor: Tensor | float, host: Host | None = None) -> None:
         self.trace, self.tensor, self.host = trace, tensor, host
 
     is_float = is_symbolic = _says(True)
