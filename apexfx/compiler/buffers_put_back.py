@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._torch import registries
 from ..graph.shared_memory import is_expanded
+from ..ops.apply_gradients import is_skipped, unless
 from ..random_state import forked_random
 
 
@@ -80,7 +81,7 @@ class KeptBuffers:
             if (now.shape, now.dtype, now.device) != (before.shape, before.dtype, before.device):
                 continue
             if (key := (id(now), id(buffer))) not in put_back:
-                put_back[key] = torch.where(verdict.to(now.device) != 0, before, now)
+                put_back[key] = unless(is_skipped(verdict.to(now.device)), before, now)
             if now is buffer:
                 buffer.copy_(put_back[key])
             else:

@@ -111,6 +111,21 @@ def present_of(grads: Sequence[Any]) -> list[Any]:
     return present
 
 
+def is_fault(code: Tensor) -> Tensor:
+    """Return whether a step was skipped since a gradient was not finite, or their norm a spike; `code` of its verdict."""
+    return code > 0
+
+
+def is_skipped(code: Tensor) -> Tensor:
+    """Return whether a step was skipped, with a fault or without."""
+    return code != 0
+
+
+def unless(skipped: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Return what a tensor is behind a step: all that a step does not do where it is skipped is chosen here, but by fused ops."""
+    return torch.where(skipped, old, new)
+
+
 def norm_dtype(grads: Sequence[Tensor]) -> torch.dtype:
     """Return the dtype of the norm of `grads`, and of what they are multiplied with."""
     return torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32

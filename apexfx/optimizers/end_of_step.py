@@ -15,7 +15,7 @@ from torch import Tensor
 from .._torch import tree_map
 from ..config import HALVES
 from ..ops._define import LIBRARY
-from ..ops.apply_gradients import Plan, norm_dtype, plan_of, present_of
+from ..ops.apply_gradients import Plan, is_skipped, norm_dtype, plan_of, present_of, unless
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Verdict:
         return self._skip_and_code[1]
 
     @functools.cached_property
+    def skipped(self) -> Tensor | None:
+        """Whether nothing is updated, as a bool."""
+        return is_skipped(self.skip) if self.skip is not None else None
+
+    @functools.cached_property
     def _skip_and_code(self) -> tuple[Tensor | None, Tensor | None]:
         fault, empty = self.fault, self.empty
         if empty is None:
@@ -51,16 +56,6 @@ class Verdict:
             return empty, -empty
         skip = torch.maximum(fault, empty)
         return skip, fault - (skip - fault)
-
-
-def is_fault(code: Tensor) -> Tensor:
-    """Return whether a step was skipped since a gradient was not finite, or their norm a spike; `code` of its verdict."""
-    return code > 0
-
-
-def is_skipped(code: Tensor) -> Tensor:
-    """Return whether a step was skipped, with a fault or without."""
-    return code != 0
 
 
 class EndOfStep:
@@ -157,6 +152,19 @@ class EndOfStep:
     def skip(self) -> Tensor | None:
         """1 where nothing is updated, float32, 0-d; None where that is never so."""
         return self.verdict.skip
+
+    def commit(self, old: Sequence[Tensor], new: Sequence[Tensor], skipped: Tensor | None = None) -> None:
+        """Write `new` to tensors of slots, parameters and masters, unless the step is skipped, or what is given says so."""
+        skipped = self.verdict.skipped if skipped is None else skipped
+        if skipped is not None:
+            new = [unless(skipped, *pair) for pair in zip(old, new, strict=True)]
+        if old:
+            torch.ops.aten._foreach_copy_(list(old), list(new))
+
+    def count_up(self, counts: Sequence[Tensor]) -> None:
+        """Count this step, unless it is skipped, in tensors that were not counted up as yet."""
+        for each in counts:
+            each.add_(1 if self.skip is None else (1 - self.skip).to(each.dtype))
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, unscaled and, behind what clips them, clipped: of a half parameter in float32."""

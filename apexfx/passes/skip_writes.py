@@ -11,7 +11,8 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..errors import PassError
 from ..graph.mutation import storages, written
-from ..graph.nodes import KIND, NAME, call, fake_mode, value
+from ..graph.nodes import KIND, NAME, fake_mode, inline, value
+from ..ops.apply_gradients import is_skipped, unless
 from .base import Pass
 from .unscale_clip_update import VERDICT
 
@@ -45,7 +46,7 @@ class SkipWrites(Pass):
             return PassResult(gm, False)
         mode = fake_mode(gm.graph)
         with gm.graph.inserting_before(gm.graph.output_node()):
-            skipped = call(gm.graph, aten.ne.Scalar, (verdict, 0), like=verdict, mode=mode)
+            skipped = inline(gm.graph, is_skipped, (verdict,), like=verdict, mode=mode)
         for write in writes:
             if write.target is not aten.copy_.default or write.args[0] not in inputs:
                 raise PassError(self.name, "it writes an input in place, and a skipped step could not take that back", write)
@@ -56,7 +57,7 @@ class SkipWrites(Pass):
         target, new, *_ = write.args
         output = write.graph.output_node()
         with write.graph.inserting_before(output):
-            kept = call(write.graph, aten.where.self, (skipped, target, new), like=write, mode=mode)
+            kept = inline(write.graph, unless, (skipped, target, new), like=write, mode=mode)
         write.args = (target, kept)
         output.prepend(write)
         self.record(write, f"{target.meta.get(NAME, target.name)} stays as it was in a skipped step")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..observe import bundle
-from ..optimizers.end_of_step import is_fault
+from ..ops.apply_gradients import is_fault
 from ..ranks import rank
 from .components import CallGraphs, Components
 from .last_update import LastUpdate, graph_of

@@ -20,7 +20,7 @@ from ..graph.nodes import KIND, NAME
 from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
-from ..optimizers.end_of_step import is_fault
+from ..ops.apply_gradients import is_fault
 from ..random_state import forked_random
 from ..ranks import num_ranks, rank
 from .components import CallGraphs, Components

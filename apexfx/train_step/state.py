@@ -17,8 +17,7 @@ from ..compiler.buffers_put_back import KeptBuffers
 from ..compiler.refusals import check_whole
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
-from ..ops.apply_gradients import Plan, registered
-from ..optimizers.end_of_step import is_skipped
+from ..ops.apply_gradients import Plan, is_skipped, registered
 from ..optimizers.update_rules import Option
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
 from .checkpoint import names_of_parameters

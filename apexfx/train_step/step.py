@@ -25,7 +25,7 @@ from ..distributed.agreement import Communication, check_alive
 from ..errors import NonFiniteError
 from ..graph.printing import count_text
 from ..host_memory import keep_freed_memory
-from ..optimizers.end_of_step import is_skipped
+from ..ops.apply_gradients import is_skipped
 from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint

@@ -251,16 +251,17 @@ class StepTrace:
             return scalar.to(now.dtype).reshape(now.shape)
         return recorder.symbolic_input(scalar, lambda numbers: numbers[place])
 
-    def apply(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], held: Sequence[Tensor],
-              shared: Sequence[tuple[Tensor, Sequence[int]]], numbers: Sequence[Tensor], factors: Sequence[Tensor | None],
-              skip: Tensor | None) -> None:
-        """Update parameters and state as a traced step does; where `skip` is not 0, change nothing.
+    def updated(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], held: Sequence[Tensor],
+                shared: Sequence[tuple[Tensor, Sequence[int]]], numbers: Sequence[Tensor], factors: Sequence[Tensor | None],
+                skipped: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Return parameters and state that a traced step writes, and what it writes to them.
 
         Args:
             held: the tensors of the state that each parameter has for itself.
             shared: (vector, its members) of those that parameters have in common.
             numbers: that the host sets, 0-d, float64.
             factors: of the gradients, or None.
+            skipped: whether that is not to be read: the step then gets gradients of 0.
         """
         present = tuple(g is not None for g in grads)
         graph, written, moved = self.graph(present)
@@ -268,20 +269,17 @@ class StepTrace:
         own = [g for g in grads if g is not None]
         for factor in (factor for factor in factors if factor is not None):
             own = [g * factor.to(g.dtype) for g in own]
-        if skip is not None:  # an op may raise where something is not finite
-            own = [torch.where(skip != 0, 0.0, g) for g in own]
+        if skipped is not None:  # an op may raise where something is not finite
+            own = [g.masked_fill(skipped, 0.0) for g in own]
         firsts = [vector[next((i for i, p in enumerate(members) if present[p]), 0)] for vector, members in shared]
-        old = [*params, *held, *firsts]
         new = dict(zip(written, graph(*params, *own, *held, *firsts, *numbers)))
-        if skip is not None:
-            new = {place: torch.where(skip != 0, old[place], value) for place, value in new.items()}
-        if own_places := [place for place in new if place < len(params) + len(held)]:
-            torch.ops.aten._foreach_copy_([old[place] for place in own_places], [new[place] for place in own_places])
-        for place, ((vector, members), own) in enumerate(zip(shared, moved), len(params) + len(held)):
-            if len(own) == len(members):
-                vector.copy_(new[place])
-            elif own:
-                vector.copy_(torch.stack([new[place] if p in own else vector[i] for i, p in enumerate(members)]))
+        old = dict(enumerate([*params, *held]))
+        for place, ((vector, members), own) in enumerate(zip(shared, moved), len(old)):
+            if own:
+                old[place], of_one = vector, new[place]
+                new[place] = of_one.expand_as(vector) if len(own) == len(members) else torch.stack(
+                    [of_one if p in own else vector[i] for i, p in enumerate(members)])
+        return [old[place] for place in new], [*new.values()]
 
     def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Return whether the branches are taken that were traced, by what the groups have now, as those traced next will be."""

@@ -62,8 +62,7 @@ class ApplyUpdate(Part):
         if self.step is None or not places or self.step in end.counted:
             return
         end.counted.add(self.step)
-        for updates in _counts(end.slot(self.step), [place - self.first for place in places]):
-            updates.add_(1.0 if end.skip is None else 1 - end.skip)
+        end.count_up(_counts(end.slot(self.step), [place - self.first for place in places]))
 
     def describe(self) -> str:
         return f"{self.op} over {count_text(self.last - self.first, 'parameter')}"
@@ -120,8 +119,8 @@ class ApplyStep(Part):
         grads = end.grads[self.first:self.last]
         held = [end.slots(name, [place])[0] for name, place in self.held]
         vectors = [(end.slot(name), [place - self.first for place in places]) for name, places in self.vectors]
-        self.trace.apply(end.params[self.first:self.last], grads, held, vectors,
-                          [end.slot(name) for name in self.numbers], (end.inverse, end.clip), end.skip)
+        end.commit(*self.trace.updated(end.params[self.first:self.last], grads, held, vectors, [
+            end.slot(name) for name in self.numbers], (end.inverse, end.clip), end.verdict.skipped))
 
     def describe(self) -> str:
         nodes, params = count_text(self.trace.num_nodes, "node"), count_text(self.last - self.first, "parameter")

@@ -53,36 +53,35 @@ class EMA(Part):
                 Slot(COUNT, each="number", dtype=torch.int64, of_model=True, saved=("ema", "counts"), least=0.0))
 
     def apply(self, end: EndOfStep) -> None:
-        follow(end.slots(AVERAGE), [end.updated[place] for place in end.places(AVERAGE)], end.slot(COUNT), self.decay, end.skip)
+        averages, counts = end.slots(AVERAGE), end.slot(COUNT)
+        end.commit(averages, followed(averages, [end.updated[place] for place in end.places(AVERAGE)], counts, self.decay))
+        end.count_up([counts])
 
     def describe(self) -> str:
         return f"averages of the parameters, decay {self.decay!r}"
 
 
-def follow(averages: Sequence[Tensor], values: Sequence[Tensor], counts: Tensor, decay: float, skip: Tensor | None) -> None:
-    """Move averages towards what their parameters are now; an average that has followed no update becomes the parameter.
+def followed(averages: Sequence[Tensor], values: Sequence[Tensor], counts: Tensor, decay: float) -> list[Tensor]:
+    """Return averages that have moved towards what their parameters are now; one that has followed no update is the parameter.
 
     Args:
         averages: float32, float64 where the parameter is; 0 before the first update, which so needs no case of its own.
         values: for each the updated parameter, or its master.
         counts: how many updates each has followed, int64.
         decay: what remains of an average in an update.
-        skip: where it is not 0, nothing changes: float32, 0-d, or None.
     """
     remains = (counts > 0).double() * decay
     # As torch.lerp: the number that is rounded to float32 is the smaller one of decay and 1 - decay.
-    skipped = skip != 0 if skip is not None else None
     factors = -(remains - 1.0) if decay > 0.5 else remains
+    result: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(average.dtype for average in averages):
         members = [place for place, average in enumerate(averages) if average.dtype == dtype]
         old, own_factors = [averages[place] for place in members], factors.to(dtype)
         now = [values[place].to(dtype) for place in members]
         near, far = (old, now) if decay > 0.5 else (now, old)
-        new = aten._foreach_addcmul(near, aten._foreach_sub(far, near), [own_factors[place] for place in members], 1.0)
-        if skipped is not None:
-            new = [torch.where(skipped, before, after) for before, after in zip(old, new)]
-        aten._foreach_copy_(old, new)
-    counts.add_(1 if skipped is None else (~skipped).long())
+        result.update(zip(members, aten._foreach_addcmul(
+            near, aten._foreach_sub(far, near), [own_factors[place] for place in members], 1.0)))
+    return [result[place] for place in range(len(averages))]
 
 
 @torch.no_grad()

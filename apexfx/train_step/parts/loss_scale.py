@@ -54,16 +54,15 @@ class LossScale(Part):
     def finish(self, end: EndOfStep) -> None:
         if self.static is not None:
             return
-        scale, growth = end.slot(SCALE), end.slot(GROWTH)
+        held = [end.slot(SCALE), end.slot(GROWTH)]
         may_say_nothing = self.may_be_spike or end.verdict.empty is not None
-        before = [(tensor, tensor.clone()) for tensor in (scale, growth)] if may_say_nothing else []
+        scale, growth = new = [tensor.clone() for tensor in held] if may_say_nothing else held
         torch.ops.aten._amp_update_scale_.default(scale, growth, end.verdict.found_inf, self.growth_factor, self.backoff_factor,
                                                   self.growth_interval)
         if self.max_scale is not None:
             scale.copy_(scale.clamp_max(self.max_scale).clamp_min(MIN_SCALE))  # Inductor knows no clamp_max_
-        says_nothing = end.skip > end.verdict.found_inf if before else None
-        for tensor, old in before:
-            tensor.copy_(torch.where(says_nothing, old, tensor))
+        if may_say_nothing:
+            end.commit(held, new, skipped=end.skip > end.verdict.found_inf)
 
     def describe(self) -> str:
         return f"a loss scale, {'dynamic' if self.static is None else f'{self.static:g}'}"

@@ -89,8 +89,8 @@ class Own(Part):
             if g is not None and kind_of(now) != (expected := kind_of(g.float() if g.dtype in HALVES else g)):
                 raise ValueError(f"apexfx: the part {self.part} sets a gradient that is {kind_of(now)}, expected {expected}, as "
                                  "end.gradients() returns it")
-        for tensor, new in copies:
-            tensor.copy_(new if end.skip is None else torch.where(end.skip != 0, tensor, new))
+        if copies:
+            end.commit(*zip(*copies))
 
 
 def with_own(parts: Any, *others: Part | None) -> tuple[Part, ...]:
