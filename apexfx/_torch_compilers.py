@@ -91,6 +91,21 @@ from ._torch import (
 )
 
 
+def compiled_within(context: Callable[[], contextlib.AbstractContextManager[Any]], function: Callable[..., Any],
+                    backend: Callable[..., Any], *, fullgraph: bool, dynamic: bool | None) -> Callable[..., Any]:
+    """Return what `torch.compile` does, with a context around each capture, and around no call of what was captured."""
+    wrapped = torch._TorchCompileWrapper(backend, None, None, dynamic)
+    optimize = torch._dynamo.optimize(wrapped, nopython=fullgraph, dynamic=dynamic)
+    if (convert := getattr(optimize, "callback", None)) is not None:  # None where Dynamo is off
+        def capture(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return convert(*args, **kwargs)
+
+        capture._torchdynamo_orig_backend = convert  # by which Dynamo knows what it has compiled
+        optimize.callback = capture
+    return optimize(function)
+
+
 @dynamo_skip
 def is_inside_of_compiled() -> bool:
     """Return whether an outer torch.compile captures what is called from here."""

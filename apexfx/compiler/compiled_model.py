@@ -7,13 +7,13 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._torch import functorch_config, module_hooks, tensor_version
+from .._torch import functorch_config, module_hooks, num_hooks, tensor_version
 from .._torch_compilers import (
     INLINE_REGIONS,
     BackendCompilerFailed,
@@ -22,6 +22,7 @@ from .._torch_compilers import (
     InternalTorchDynamoError,
     TorchRuntimeError,
     UserError,
+    compiled_within,
     dynamo_config,
     dynamo_skip,
     graph_breaks,
@@ -43,7 +44,7 @@ from .pipeline import warn_unmatched
 from .private_code import with_own_code, with_private_code
 from .progress import PROGRESS
 from .recompiles import limit_hit
-from .refusals import COMPILES_ITSELF, check_call, untraceable
+from .refusals import COMPILES_ITSELF, check_call, check_not_sharded, untraceable
 from .rewritten_graph import WeakBackend
 from .traceable import TraceableClasses, all_modules
 
@@ -88,10 +89,10 @@ class CompiledModel:
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig, compiler: GraphCompiler,
                  classes: TraceableClasses, *, of_inputs: bool = False, in_step: bool = False,
                  name: str = "forward", source: nn.Module | None = None) -> None:
-        self.config = config
+        self.config, self._model = config, weakref.ref(model)
         self.compiler = compiler
         if not compiler.index.has_model:  # otherwise it is another method's of this model
-            compiler.index = ModelIndex(weakref.ref(model))
+            compiler.index = ModelIndex(self._model)
         self._index = compiler.index
         self.report = compiler.report
         self.methods: dict[str, CompiledModel] = {}
@@ -107,25 +108,36 @@ class CompiledModel:
             for path, parameter in model.named_parameters():
                 sync.watch(path, parameter)
             weakref.finalize(self, sync.stop).atexit = False
-        self._checked = self._capturing = False
+        self._checked = self._capturing = self._is_whole = False  # whether its calls are one graph each
         self._in_step, self._first_graph = in_step, -1
         self._num_calls, self._version = 0, -1  # since an update, on what came of other calls
         self._hooks: list[tuple[object, ...]] | None = None  # before the first call
-        self._settings = {**(_BREAKS_AT_DATA if in_step else _DYNAMO),  # in pieces, nothing is one graph
-                          "ignore_logging_functions": dynamo_config.ignore_logging_functions | WARNING_FILTERS}
-        self._patch = dynamo_config.patch(self._settings)
+        self._hooked: list[nn.Module] = []
+        self._num_hooks = -1
+        self._patch = dynamo_config.patch({**(_BREAKS_AT_DATA if in_step else _DYNAMO),  # in pieces, nothing is one graph
+                                           "ignore_logging_functions": dynamo_config.ignore_logging_functions | WARNING_FILTERS})
         half = config.half_dtype(p.device for p in model.parameters())
         half_parameters = config.level.half_parameters
         self._input_cast = Cast(half if half_parameters else torch.float32, only=(torch.float32, *HALVES))
         self._output_cast = Cast(torch.float32, only=(half,)) if half_parameters else None
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
-        return torch.compile(forward, backend=WeakBackend(compiler), fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
+        own = weakref.ref(self)
+        return compiled_within(lambda: own()._capture(), forward, WeakBackend(compiler), fullgraph=self.config.fullgraph,
+                               dynamic=self.config.dynamic)
+
+    @contextlib.contextmanager
+    def _capture(self) -> Iterator[None]:
+        """Have Dynamo capture what the model calls; nothing of this is around a call that a graph is there for."""
+        if self._is_whole and (model := self._model()) is not None:
+            check_not_sharded(model, all_modules(model))
+            self.classes.look_again(model)
+        with self._patch:
+            yield
 
     @dynamo_skip  # under an outer torch.compile
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        modules = all_modules(model)
-        check_call(model, modules)
+        check_call()
         if self.source is not None and self._name == "forward" and model.__dict__.get("forward") is not self._own_forward:
             raise RuntimeError("apexfx: the forward of the module that transform() was given was set or deleted since, and the "
                                "graphs are of the forward of then; do that before transform(), or set the forward of what it "
@@ -133,7 +145,7 @@ class CompiledModel:
         check_alive(self.compiler.groups.user)
         if self._first_graph < 0:
             self._first_graph = len(self.report.graphs)
-        self._look_for_hooks(modules[1:])
+        self._look_for_hooks(model)
         sync, trains = self.compiler.gradient_sync, model.training
         if sync is not None and torch.is_grad_enabled() and not self._capturing:
             for name, parameter in model.named_parameters():  # unfrozen, replaced or added since; in no graph, maybe
@@ -141,8 +153,9 @@ class CompiledModel:
             if trains:
                 sync.on_training_forward()
         before = graph_breaks_so_far()
-        if self._num_calls < _MANY_CALLS and torch.is_grad_enabled() and not self._in_step:
-            self._count_call(model, args)
+        if self._num_calls < _MANY_CALLS and torch.is_grad_enabled() and not self._in_step and any(
+                [isinstance(x, torch.Tensor) and x.grad_fn is not None for x in args]):
+            self._count_call(model)
         try:
             result = self._run(model, args, kwargs)
         except BaseException:
@@ -167,7 +180,7 @@ class CompiledModel:
         try:
             tells = not self._checked and not is_inside_of_compiled()  # which would capture the telling
             first = PROGRESS.compiling(f"Dynamo captures {self._name}") if tells else contextlib.nullcontext()
-            with first, self._dynamo_settings(), self.classes.in_place(model):
+            with first, self.classes.in_place(model, cached=self._is_whole):
                 result = run(*args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as error:
             inner = getattr(error, "inner_exception", error)  # ours, said once and with its own type
@@ -185,7 +198,8 @@ class CompiledModel:
             raise limit_hit(self._name) from None
         finally:
             self._index.arguments = outer
-        _check_call(call)
+        if call.tensors:
+            _check_call(call)
         return result
 
     def watch_first_backward(self, model: nn.Module, methods: Sequence[str]) -> None:
@@ -211,10 +225,9 @@ class CompiledModel:
 
         handles += [edge.node.register_prehook(on_gradient) for edge in edges]
 
-    def _count_call(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def _count_call(self, model: nn.Module) -> None:
         """Warn of a model that is called many times in one update, each time on what came of a call before, as solvers do."""
-        trained = next((p for p in model.parameters() if p.requires_grad), None)
-        if trained is None or not any([isinstance(x, torch.Tensor) and x.grad_fn is not None for x in args]):
+        if (trained := next((p for p in model.parameters() if p.requires_grad), None)) is None:
             return
         version = tensor_version(trained)
         self._num_calls = self._num_calls + 1 if version == self._version else 1
@@ -224,21 +237,27 @@ class CompiledModel:
                              "other calls: each runs a graph of its own, at its own cost. One graph is faster: transform() "
                              "the module that calls it, or make a train_step()")
 
-    def _look_for_hooks(self, submodules: Sequence[nn.Module]) -> None:
+    def _look_for_hooks(self, model: nn.Module) -> None:
         """Compile anew where hooks were put on submodules, or removed, since the last call.
 
-        Dynamo's guards of hooks cost a fifth of the time of a call (100 small layers), and few models need them.
+        Dynamo's guards of hooks cost a fifth of the time of a call (100 small layers), and few models need them. Modules are
+        looked through where any hook was registered since, in the whole process.
         """
-        hooks = module_hooks(submodules)
+        if self._num_hooks == num_hooks() and module_hooks(self._hooked) == self._hooks:
+            return
+        modules = all_modules(model)
+        check_not_sharded(model, modules)
+        self._hooked = [module for module in modules[1:] if module_hooks([module])]
+        hooks = module_hooks(self._hooked)
         if self._hooks is not None and hooks != self._hooks:
             self._compile_anew()
-        self._hooks = hooks
+        self._hooks, self._num_hooks = hooks, num_hooks()
 
     def _compile_anew(self) -> None:
         self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
         if self.compiler.gradient_sync is not None:
             self._local = self._compiled(_again(self._forward), self._local_compiler)
-        self._checked, self._first_graph = False, len(self.report.graphs)
+        self._checked, self._is_whole, self._first_graph = False, False, len(self.report.graphs)
 
     def _asks_for_passes(self, model: nn.Module) -> bool:
         """Whether a call in eager would miss a cast, an average or a pass of the user's."""
@@ -250,18 +269,12 @@ class CompiledModel:
     def _in_dtype_of_parameters(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CastCall:
         """Return the arguments for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
         cast = self._input_cast
-        call = _cast_call(args, kwargs, cast)
+        call = (_cast_call if is_inside_of_compiled() else CastCall)(args, kwargs, cast)
         if call.tensors and not (self.config.level.half_parameters or _is_float32(model)):
             return _cast_call(args, kwargs, Cast(cast.dtype, only=()))
         for half in {tensor.dtype for _, tensor, *_ in call.tensors} - {torch.float32}:
             self.report.note(f"apexfx: inputs of {half} are brought to the parameters' {cast.dtype} before each call")
         return call
-
-    def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
-        # Making a patch costs more than entering it.
-        if all(getattr(dynamo_config, name) == value for name, value in self._settings.items()):
-            return contextlib.nullcontext()
-        return self._patch
 
     def _check_captured(self, model: nn.Module, breaks: Sequence[str]) -> None:
         """Compare what was captured with the module tree: nothing asked for is left to eager without a word.
@@ -272,6 +285,7 @@ class CompiledModel:
         """
         self._checked = True
         captured = len(self.report.graphs) > self._first_graph
+        self._is_whole = captured and not breaks
         if breaks and captured:
             note_breaks(self.report, f" {count_text(len(breaks), 'time')}: {shown_breaks(breaks)}",
                         loses=self._asks_for_passes(model))

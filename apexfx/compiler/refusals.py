@@ -96,13 +96,8 @@ def check_plain(placeholders: Sequence[Placeholder], example_inputs: Sequence[An
                              "it wraps")
 
 
-def check_call(model: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Refuse, at a call of a transformed model, what was done to it since: cheap enough for every call.
-
-    Args:
-        model: what was called.
-        modules: the model, and those below it.
-    """
+def check_call() -> None:
+    """Refuse a call of a transformed model in what it does not run under: cheap enough for every call."""
     from .._torch_compilers import backend_around
 
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
@@ -113,7 +108,6 @@ def check_call(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     if is_apex(backend_around()):
         raise ValueError("apexfx: the model in torch.compile(backend='apex') is transformed already, so its options would not "
                          "reach it; compile the module that it was made from, or call the transformed model as it is")
-    check_not_sharded(model, modules)
 
 
 def untraceable(model: nn.Module) -> list[str]:

@@ -55,8 +55,7 @@ class TraceableClasses:
             if not self._num_calls:
                 if not cached or any(type(module) is not own for module, own, _ in self._found):
                     self._found = [*_find(model, self._group), *(each for root in others for each in _find(root, None))]
-                for module, _, cls in self._found:
-                    module.__class__ = cls
+                self._put()
                 self.in_use = True
             self._num_calls += 1
         try:
@@ -65,11 +64,26 @@ class TraceableClasses:
             with self._lock:
                 self._num_calls -= 1
                 if not self._num_calls:
-                    for module, own, _ in self._found:
-                        module.__class__ = own
+                    self._put_back()
                     self.in_use = False
                     for module in [module for module, *_ in self._found if ran_in_eager(module)]:
                         note_eager(module, path_of(model, module), self._report)
+
+
+    def look_again(self, model: nn.Module) -> None:
+        """Look through the modules of a model in the middle of a call that was thought to need no capture, and does."""
+        with self._lock:
+            self._put_back()
+            self._found = [*_find(model, self._group)]
+            self._put()
+
+    def _put(self) -> None:
+        for module, _, cls in self._found:
+            module.__class__ = cls
+
+    def _put_back(self) -> None:
+        for module, own, _ in self._found:
+            module.__class__ = own
 
 
 def _find(root: nn.Module, group: dist.ProcessGroup | None) -> Iterator[tuple[nn.Module, type[nn.Module], type[nn.Module]]]:
