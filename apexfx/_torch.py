@@ -11,6 +11,7 @@ import functools
 import gc
 import inspect
 import logging
+import re
 import sys
 import threading
 import traceback
@@ -265,6 +266,16 @@ def traced_expression(expression: str) -> object | None:
         return eval(expression, scope, translator.output.local_scope)  # of which a guard's text has the names alone
     except Exception:  # of the user's objects, or a source that only guards can read
         return None
+
+
+def with_closures_named(text: str) -> str:
+    """Return a guard's Python with a closure's variables by their names: "f.ref" for f.__closure__[0].cell_contents."""
+    def named(cell: re.Match[str]) -> str:
+        function = re.search(r"[\w.\[\]']*$", text[:cell.start()])[0]
+        names = traced_expression(f"{function}.__code__.co_freevars")
+        return f".{names[int(cell[1])] if names else f'cell{cell[1]}'}"
+
+    return re.sub(r"\.__closure__\[(\d+)\]\.cell_contents", named, text)
 
 
 def guard_shared_objects() -> None:

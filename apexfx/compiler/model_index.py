@@ -14,12 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch import compiled_module, registries, traced_module, traced_value, tree_leaves
+from .._torch import compiled_module, registries, traced_module, traced_value, tree_leaves, with_closures_named
 
 # What Dynamo writes between the names of attributes and keys.
 _REGISTRIES = re.compile(r"\.(?:__dict__\['_(?:modules|parameters|buffers)'\]|_(?:modules|parameters|buffers))(?=\[)")
 _ROOT = re.compile(r"^[LG](?:\['(?:kwargs|named_inputs)'\](?=\[))?\['(\w+)'\]")
-_CLOSURE = re.compile(r"\.__closure__\[(\d+)\]\.cell_contents")
 
 
 class ModelIndex:
@@ -204,8 +203,7 @@ def role(source: Any) -> str:
 
 def text_name(source: str) -> str:
     """Return a readable name for what Dynamo reached from `source`: "stages.0.weight" for L['stages'][0].weight."""
-    text = _CLOSURE.sub(r".cell\1", _REGISTRIES.sub("", source))
-    text = _ROOT.sub(r"\1", text)
+    text = _ROOT.sub(r"\1", with_closures_named(_REGISTRIES.sub("", source)))
     return re.sub(r"\['?([^'\]]*)'?\]", r".\1", text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ..report.records import GraphReport
@@ -14,13 +15,15 @@ LENGTHS = ("the length of sequences that the model loops over (pad to a few leng
 # Of a training step, whose plan is a long text.
 _OTHER_PLAN = ("the update is another: it is known which parameters have a gradient (freeze those that the loss never uses, by "
                "requires_grad_(False), and the first graph is for that), or a number of a group has changed")
-_OTHER_SIZE = ("; DataLoader(drop_last=True) leaves a smaller last batch out, and torch._dynamo.mark_dynamic(x, 0) in front of "
-               "the first call has one graph for all sizes")
 
 
 def told(reason: str) -> str:
     """Return what a graph that is compiled again is announced by."""
-    return f"compiles again: {reason}{_OTHER_SIZE if 'size mismatch' in reason else ''}"
+    if (dim := re.search(r"size mismatch at index (\d+)", reason)) is not None:
+        spares = "pad to a few lengths" if int(dim[1]) else "DataLoader(drop_last=True) leaves a smaller last batch out"
+        reason += (f"; {spares}, and torch._dynamo.mark_dynamic(x, {dim[1]}) in front of the first call has one graph for all "
+                   "sizes")
+    return f"compiles again: {reason}"
 
 
 def limit_hit(name: str) -> Exception:

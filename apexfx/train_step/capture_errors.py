@@ -65,8 +65,8 @@ _OBSTACLES = (
         (r"use_numpy_random_stream", "np.random of NumPy is called, whose numbers are in no graph", "Draw by torch.rand()"),
         (r"how to trace .*`(?:<unknown module>\.)?Random\.(\w+)\.?`", "random.{0}() of Python is called, which is in no graph",
          _DRAW),
-        (r"Data-dependent branching(?s:.*)random_value_\d+",
-         "a branch depends on a number that Python's random draws in each call", _DRAW),
+        (r"Data-dependent branching(?s:.*)random_value_\d+|partial tensor op: .*UnspecializedPythonVariable",
+         "a number that Python's random draws in each call is branched on or computed with", _DRAW),
         (r"(?:does not support next\(\) on |name=__next__, type=)(\w+)",
          "next() is called on a {0} of Python, which a graph cannot advance",
          "Call next() outside, and give the step what it returns"),
@@ -164,10 +164,11 @@ def capture_errors() -> Iterator[None]:
         reason = (f"the step was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
                   "changing")
         raise NotOneGraph(
-            f"apexfx: {reason}: {LENGTHS}, a number that the step is called with or the model holds (give it as a tensor), a "
-            "list in the model, which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR "
-            "changes momentum or betas, which torch's SGD, Adam and AdamW take as inputs). TORCH_LOGS=recompiles says what it "
-            f"is; raise torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
+            f"apexfx: {reason}: {LENGTHS}, a number or a list of numbers that the step is called with or the model holds (give a "
+            "tensor), a list that model or objective append to (return what goes there beside the loss), which parameters have "
+            "a gradient, or a hyperparameter other than the learning rate (OneCycleLR changes momentum or betas, which torch's "
+            "SGD, Adam and AdamW take as inputs). print(step.report) says which, graph by graph; raise "
+            f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
     except BackendCompilerFailed as error:
         inner, said = error.inner_exception, str(error.inner_exception)
         if "One of the differentiated Tensors" in said or "element 0 of tensors does not require grad" in said:

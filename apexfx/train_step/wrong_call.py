@@ -19,7 +19,7 @@ from ..report.data import Report
 from .function import SupervisedObjective
 
 _NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
-_OUT_OF_RANGE = re.compile(r"index out of bounds: (-?\d+)L? <= \w+ < (\d+)")  # of Inductor's code, with the file of a kernel
+_OUT_OF_RANGE = re.compile(r"index out of bounds: (?:(-?\d+)L? <= )?\w+ < (\d+)")  # of Inductor's code, with the file of a kernel
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
 
 
@@ -53,7 +53,7 @@ class Call:
                 error.add_note("  model or loss writes in place what the backward reads; write it out of place: x = x + 1")
             elif (self._report is None or not name_precision(error, self._report)) and not _is_noted(error) \
                     and not getattr(error, "of_compiler", False):
-                sizes = ", ".join(sorted({*re.findall(r"\bs\d+\b", str(error))}))
+                sizes = ", ".join(sorted({*re.findall(r"\bs\d+\b(?!\.py)", str(error))}))
                 named = f"\n  {sizes}: sizes that differ from call to call; this one's are in the line above" if sizes else ""
                 error.add_note(f"  called: {self.call}, which computes {self.computes}{named}\n  expected: {self.expected}")
             narrow = [str(x.dtype) for x in tree_leaves((self.batch, self.named)) if isinstance(x, Tensor) and x.dtype in _NARROW]
@@ -72,7 +72,8 @@ class Call:
     def expected(self) -> str:
         """How to call."""
         if isinstance(self._objective, SupervisedObjective):
-            return "step(inputs, *targets), where inputs that are a tuple, list or dictionary are unpacked"
+            return ("step(inputs, *targets), where inputs that are a tuple, list or dictionary are unpacked; f(model, *batch) is "
+                    "given as objective=f")
         unknown = _not_taken(self._objective, self.named)
         return "step(...) with what objective takes after the model; step(*batch) unpacks a tuple" + (
             f"; it takes no {unknown[0]!r}" if unknown else "")
@@ -157,9 +158,9 @@ def note_second_updates(optimizers: Iterable[torch.optim.Optimizer], report: Rep
 
 
 def _out_of_range(bounds: re.Match[str], error: Exception) -> IndexError:
-    found = IndexError(f"apexfx: an index that the model or the loss computes is out of range, expected {bounds[1]} <= index < "
-                       f"{bounds[2]}; inner='eager' names the op. Those of the batch are looked at before a call, on the CPU; "
-                       "with check_indices=True, on a device, too")
+    found = IndexError(f"apexfx: an index that the model or the loss computes is out of range, expected {bounds[1] or 0} <= "
+                       f"index < {bounds[2]}; inner='eager' names the op. Those of the batch are looked at before a call, on the "
+                       "CPU; with check_indices=True, on a device, too")
     for note in error.__notes__:
         found.add_note(note)
     return found

@@ -165,11 +165,16 @@ def by_chance(model, batch, keep):
     return torch.where(torch.rand(()) < 0.5, out.sum(), out.square().sum())
 
 
+def times_chance(model, batch, keep):
+    return model(batch["pos"]).sum() * (1 + (random.randint(1, 2) if keep else torch.randint(1, 3, ())))
+
+
 @pytest.mark.parametrize("objective, reason, cure", [
     (energy_and_forces, "stays in what the step was given", r"batch = \{\*\*batch, 'pos': pos\}"),
     (by_chance, since("2.14", "that Python's random draws", r"random.random\(\) of Python is called"),
-     r"torch.where\(torch.rand\(\(\)\) < p, a, b\)")],
-    ids=["a dictionary", "a choice"])
+     r"torch.where\(torch.rand\(\(\)\) < p, a, b\)"),
+    (times_chance, "that Python's random draws", r"draw outside, and give the step the number")],
+    ids=["a dictionary", "a choice", "a factor"])
 def test_a_cure_trains_what_the_program_trained(objective, reason, cure):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

@@ -89,6 +89,23 @@ def test_a_leaf_that_no_optimizer_holds_is_refused(objective, name, breaks, accu
         leaf.requires_grad_(True)
 
 
+def test_what_an_objective_holds_is_told_by_the_name_of_its_variable():
+    model, reference, losses = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1), []
+
+    def distance(model, x):
+        loss = (model(x) - reference(x)).square().mean()
+        losses.append(loss.detach())
+        return loss
+
+    step = apexfx.train_step(model, objective=distance, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    with pytest.raises(ValueError, match="depends on objective.reference.weight, .*torch.no_grad"):
+        step(torch.ones(2, WIDTH))
+    reference.requires_grad_(False)
+    for _ in range(2):
+        step(torch.ones(2, WIDTH))
+    assert "inputs.objective.losses" in step.report.graphs[-1].recompiled
+
+
 def residual(model, x):
     u = model(x)
     [slope] = torch.autograd.grad(u.sum(), x, create_graph=True)

@@ -51,7 +51,7 @@ CALLS = {
     # Call step(x, y): a tuple is taken for several inputs of the model.
     "step((x, y))": (lambda s: s((X, Y)), TypeError, [
         "forward()", "step((float32[6, 8], int64[6]))",
-        "loss_fn(model(float32[6, 8], int64[6]))", "step(inputs, *targets)"]),
+        "loss_fn(model(float32[6, 8], int64[6]))", "step(inputs, *targets)", "f(model, *batch) is given as objective=f"]),
     # Give the targets, too: step(x, y).
     "step(x)": (lambda s: s(X), TypeError, ["cross_entropy()", "loss_fn(model(float32[6, 8]))"]),
     # Give it a batch.
@@ -299,6 +299,22 @@ def test_an_error_of_a_kernel_says_how_the_step_was_called():
     assert ".cpp" not in str(raised.value) and "step(float32[6, 8], int64[6])" in raised.value.__notes__[-1]
     with pytest.raises(RuntimeError, match="an earlier step failed .*out of range"):
         step(X, Y)
+
+
+@pytest.mark.long
+def test_a_position_behind_the_last_of_a_table_is_told_as_an_index():
+    step = make(loss_fn=lambda out, labels: F.cross_entropy(out + F.embedding(torch.arange(len(out)), torch.ones(5, 4)), labels),
+                inner="inductor")
+    with pytest.raises(IndexError, match="the model or the loss computes is out of range, expected 0 <= index < 5;"):
+        step(X, Y)
+
+
+def test_a_file_is_no_size():
+    program = {}
+    exec(compile("def prints(model, x, y):\n    print(x)", "s2.py", "exec"), program)
+    with pytest.raises(RuntimeError, match="at s2.py:2") as raised:
+        make(loss_fn=None, objective=program["prints"])(X, Y)
+    assert "sizes" not in raised.value.__notes__[-1]
 
 
 # ---- what a failed call has changed ------------------------------------------------------------------------------------------
