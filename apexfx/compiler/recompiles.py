@@ -14,8 +14,8 @@ LENGTHS = ("the length of sequences that the model loops over (pad to a few leng
 # Of a training step, whose plan is a long text.
 _OTHER_PLAN = ("the update is another: it is known which parameters have a gradient (freeze those that the loss never uses, by "
                "requires_grad_(False), and the first graph is for that), or a number of a group has changed")
-_OTHER_SIZE = ("; DataLoader(drop_last=True) leaves a smaller last batch out, and torch._dynamo.mark_dynamic(x, 0) in front of "
-               "the first call has one graph for all sizes")
+_OTHER_SIZE = ("; DataLoader(drop_last=True) leaves a smaller last batch out, and torch._dynamo.mark_dynamic(x, 0) of each "
+               "tensor of the batch, labels too, in front of the first call has one graph for all sizes")
 
 
 def told(reason: str) -> str:
