@@ -177,7 +177,7 @@ class StepCompiler:
         collectives = self._collectives(graph, [p.meta[NAME] for p, here in zip(params, present) if here],
                                         reached if self.step.reduces_each_call else ())
         agreement = self.step.agreement if collectives else None
-        communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.step.index.mode,
+        communication = Communication(f"collectives of graph {graph.record.index} of the step", collectives, self.step.index.mode,
                                       lambda: self.state.numbers())
 
         def before_communicating() -> None:

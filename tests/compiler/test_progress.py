@@ -83,7 +83,7 @@ def test_what_is_compiled_again_is_told_with_what_spares_it(monkeypatch):
         step(torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64))
     parameters, size = [line for line in sys.stderr.getvalue().splitlines() if "compiles again" in line]
     assert "freeze those that the loss never uses" in parameters
-    assert "expected 4, actual 3; DataLoader(drop_last=True)" in size and "mark_dynamic(x, 0)" in size
+    assert "expected 4, actual 3; DataLoader(drop_last=True)" in size and "mark_dynamic(x, 0) of each tensor" in size
     length = told(size.partition("compiles again: ")[2].partition(";")[0].replace("index 0", "index 1"))
     assert "pad to a few lengths" in length and "mark_dynamic(x, 1)" in length and "drop_last" not in length
 

@@ -191,7 +191,7 @@ def _lost(rank, world_size, folder, how):
     step(*batch)
     if rank == 1:
         os.kill(os.getpid(), how)
-    with pytest.raises(RankFailureError, match=r"gave up the comparison of the collectives of training step 0: another rank"):
+    with pytest.raises(RankFailureError, match=r"gave up the comparison of the collectives of graph 0 of the step: another rank"):
         step(*batch)
     with pytest.raises(RankFailureError):
         train(other, rank)

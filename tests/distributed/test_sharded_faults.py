@@ -47,7 +47,7 @@ def lost(rank, world_size, folder, how, where):
     if rank == 1:  # the graph looks its ops up when it runs
         getattr(torch.ops._c10d_functional, where).default = lambda *_: os.kill(os.getpid(), how)
     begin, why = time.monotonic(), "has ended" if how == signal.SIGKILL else "slower than the limit"
-    with pytest.raises(RankFailureError, match=f"gave up the collectives of training step 0, at `.*wait_tensor.*{why}"):
+    with pytest.raises(RankFailureError, match=f"gave up the collectives of graph 0 of the step, at `.*wait_tensor.*{why}"):
         step(*BATCH)
     Path(folder, str(rank)).write_text(str(time.monotonic() - begin))
     os._exit(0)

@@ -193,7 +193,7 @@ def test_what_is_said_where_a_rank_does_not_come_or_a_group_is_gone(rank, world_
     step = step_of(nn.Linear(3, 2), process_group=dist.new_group())
     step(torch.ones(4, 3), torch.ones(4, 2))
     step._components.agreement._timeout_s = 1.0
-    alone = {"collectives of training step 0": lambda group: step(torch.ones(4, 3), torch.ones(4, 2)),
+    alone = {"collectives of graph 0 of the step": lambda group: step(torch.ones(4, 3), torch.ones(4, 2)),
              "options of the training step": lambda group: step_of(nn.Linear(3, 2), process_group=group),
              "parameters": lambda group: apexfx.transform(nn.Linear(3, 2), ddp=True, process_group=group)}
     for what, does in alone.items():
@@ -559,7 +559,7 @@ def test_a_rank_that_goes_over_to_pieces_alone_later_is_told_and_so_is_the_other
     data = batches(rank, 2)
     step(*data[0])
     model.breaks = rank == 1
-    with pytest.raises(RankMismatchError, match="collectives of training step 1.*\n.*in pieces"):
+    with pytest.raises(RankMismatchError, match="collectives of graph 1 of the step.*\n.*in pieces"):
         step(*data[1])
 
 
