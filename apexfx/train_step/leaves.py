@@ -37,8 +37,8 @@ def check_leaves(names: Sequence[str]) -> None:
     if names:
         shown = f"{', '.join(names[:5])}{', ...' if names[5:] else ''}"
         raise ValueError(f"apexfx: the loss depends on {shown}, which require a gradient and are in no optimizer of the step. "
-                         "Give their optimizer, too: optimizer=[one, other]; or freeze them around the step by "
-                         "requires_grad_(False), as loops of generative adversarial networks do")
+                         "Give their optimizer and module, too: optimizer=[one, other], modules=[module]; or freeze them around "
+                         "the step by requires_grad_(False), as loops of generative adversarial networks do")
 
 
 def check_leaf(name: str, tensor: Tensor) -> None:
