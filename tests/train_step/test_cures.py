@@ -32,8 +32,8 @@ class Cure(NamedTuple):
 
     Attributes:
         program: (cured) -> the arguments of `train_step`, where `optimizer` is a function of the model, and besides: `batch`,
-            (x, number of the call) -> what a call is given; `transform`, for a loop with a transformed model; `eager`, what is
-            otherwise in the loop that is compared with.
+            (x, number of the call) -> what a call is given; `transform`, for a loop with a transformed model; `context`, of all
+            calls; `eager`, what is otherwise in the loop that is compared with.
         said: of the error.
         as_cured: whether the loop trains what is cured: eager draws other numbers by the program, raises, or is wrong.
         limit: how many graphs a function may have.
@@ -627,6 +627,69 @@ def hooked(cured):
     return {"model": model}
 
 
+@cure("register it on the modules of the model")
+def a_hook_on_all_modules(cured):
+    def twice(module, args, out):
+        return 2 * out if isinstance(module, nn.Linear) else None
+
+    model = Net()
+    if cured:
+        model.layer.register_forward_hook(twice)
+    return {"model": model, **({} if cured else {
+        "context": lambda: nn.modules.module.register_module_forward_hook(twice)})}
+
+
+@cure("remove it, or train with apexfx.transform")
+def a_hook_on_an_input(cured):
+    def batch(x, k):
+        x.requires_grad_().register_hook(lambda g: None)
+        return (x,)
+
+    return {"batch": batch, "transform": cured}
+
+
+@cure("leave it out .memory_budget=")
+def tensors_that_are_saved_elsewhere(cured):
+    return {} if cured else {"context": torch.autograd.graph.save_on_cpu}
+
+
+@cure("or pass fallback='transform'")
+def tensors_that_are_saved_elsewhere_in_pieces(cured):
+    return {"context": torch.autograd.graph.save_on_cpu, **({"fallback": "transform"} if cured else {})}
+
+
+@cure("pass fallback='transform', where it sees the model's backward")
+def anomalies(cured):
+    return {"context": lambda: torch.autograd.set_detect_anomaly(True), **({"fallback": "transform"} if cured else {})}
+
+
+@cure("make the step with opt_level='O1'", rel=2e-2)
+def autocast_of_float16(cured):
+    autocast = {"context": lambda: torch.autocast("cpu", torch.float16)}
+    return {"opt_level": "O1", "dtype": torch.float16, "loss_scale": 1.0} if cured else autocast
+
+
+@cure("to amp.initialize.*pass compile=True|leave it out, opt_level= of the step does it", rel=2e-2)
+def a_model_of_amp(cured):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if not cured:
+        model, optimizer = apexfx.amp.initialize(model, optimizer, opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    return {"model": model, "optimizer": lambda model: optimizer, "opt_level": "O1", "dtype": torch.bfloat16}
+
+
+@cure("apply them to the module that the transformed one was made from")
+def a_vmap_of_a_transformed_model(cured):
+    source = Net()
+    return {"model": source, "objective": lambda model, x: vmap(source if cured else model)(x).square().sum(), "transform": True}
+
+
+@cure("give it as a tensor, hold it in a buffer", limit=2)
+def a_number_that_changes_under_transform(cured):
+    return {"model": Net(lambda net, h, x, k: h * (k if cured else [1.0, 2.0, 3.0, 4.0][k])), "transform": True,
+            "batch": lambda x, k: (x, torch.tensor(k + 1.0) if cured else k)}
+
+
 @cure("train with apexfx.transform")
 def a_hook_on_a_parameter(cured):
     model = Net()
@@ -759,7 +822,8 @@ def a_branch_on_rows_by_a_mask(cured):
 
 def made(row: Cure, *, cured: bool, eager: bool = False) -> Program:
     torch.manual_seed(0)
-    program = {"objective": square, "batch": lambda x, k: (x,), "optimizer": sgd(), "transform": False, **row.program(cured)}
+    program = {"objective": square, "batch": lambda x, k: (x,), "optimizer": sgd(), "transform": False,
+               "context": contextlib.nullcontext, **row.program(cured)}
     own = program.pop("eager", {})
     program |= own if eager else {}
     program.setdefault("model", None)
@@ -783,11 +847,12 @@ def trained_by_a_loop(program: Program) -> list[float]:
     for number, batch in enumerate(batches(program), 1):
         for each in optimizers if number % calls == 1 % calls and "keep_grads" not in program else ():
             each.zero_grad()
-        loss = program["objective"](program["model"], *batch)
-        loss = loss.value if isinstance(loss, apexfx.Mean) else loss
-        for each in optimizers if "keep_grads" in program else ():
-            each.zero_grad()
-        (loss / calls).backward()
+        with program["context"]():
+            loss = program["objective"](program["model"], *batch)
+            loss = loss.value if isinstance(loss, apexfx.Mean) else loss
+            for each in optimizers if "keep_grads" in program else ():
+                each.zero_grad()
+            (loss / calls).backward()
         losses.append(loss.item())
         if "clip" in program:
             nn.utils.clip_grad_norm_(program["model"].parameters(), program["clip"])
@@ -798,12 +863,14 @@ def trained_by_a_loop(program: Program) -> list[float]:
 
 def trained(program: Program, inner: str) -> list[float]:
     torch.compiler.reset()
-    batch, by_transform = program.pop("batch"), program.pop("transform")
-    if by_transform:
-        model = apexfx.transform(program["model"], opt_level="O0", inner=inner)
-        return trained_by_a_loop({**program, "model": model, "batch": batch})
-    step = apexfx.train_step(**{"opt_level": "O0", "inner": inner, **program})
-    return [step(*each).item() for each in batches({"batch": batch})]
+    if program["transform"]:
+        return trained_by_a_loop({**program, "model": apexfx.transform(program["model"], opt_level="O0", inner=inner)})
+    options = {name: value for name, value in program.items() if name not in ("batch", "transform", "context")}
+    step, losses = apexfx.train_step(**{"opt_level": "O0", "inner": inner, **options}), []
+    for batch in batches(program):
+        with program["context"]():
+            losses.append(step(*batch).item())
+    return losses
 
 
 @table(8, "name", CURES)
