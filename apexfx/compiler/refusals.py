@@ -74,8 +74,7 @@ def check_python_objects() -> None:
                          "holds in a buffer, or append to it outside of the model and the loss")
     for source in traced_random_objects():
         raise ValueError(f"apexfx: {_plain(source)} is a random.Random, and a number that the forward draws from it would be the "
-                         "same in every call; draw by torch, by the functions of Python's module random, or outside and give "
-                         "the number as a tensor")
+                         "same in every call; draw by torch, or outside and give the number as a tensor")
 
 
 def _plain(source: str) -> str:
@@ -114,8 +113,8 @@ def untraceable(model: nn.Module) -> list[str]:
     """Say, of what was done to the modules below a model, what keeps Dynamo from tracing them, and what to do instead."""
     everywhere = ["a hook is registered on all modules (torch.nn.modules.module.register_module_...), and Dynamo traces none "
                   "that runs in the backward"] if global_module_hooks() else []
-    return everywhere + [f"submodule {name!r} has a backward hook, which Dynamo does not trace: register it on the transformed "
-                         "model itself, or hooks on parameters" for name, module in model.named_modules()
+    return everywhere + [f"submodule {name!r} has a backward hook, which Dynamo does not trace: register a hook on a tensor in "
+                         "the forward, or this one on the transformed model itself" for name, module in model.named_modules()
                          if name and has_backward_hooks(module)]
 
 

@@ -175,7 +175,7 @@ def _explained(gm: fx.GraphModule) -> Iterator[None]:
         if "are not differentiable views" in str(error):
             write = next((node for node in gm.graph.nodes if writes_first(node)), gm.graph.output_node())
             raise ValueError(f"apexfx: {source_line(write)} writes memory that another tensor lies in, too, of which autograd "
-                             "does not know, as of nn.Parameter(h) for an h of the forward; use h.detach().clone()") from None
+                             "does not know, as of nn.Parameter(h) for an h of the forward; use h.detach()") from None
         replaced = [node for node in gm.graph.nodes if node.op == "call_function"
                     and canonical_name(node.target) in ("set_", "shallow_copy_data_")]  # the latter in 2.14
         if replaced and re.search("set_|frozen storage", str(error)):

@@ -83,7 +83,8 @@ def check_lowered_rightly(gm: fx.GraphModule) -> None:
         if node.op in ("call_function", "call_method") and canonical_name(node.target) in ("linalg_pinv", "pinverse") \
                 and value(node).is_complex():
             raise ValueError(f"apexfx: {source_line(node)} calls torch.linalg.pinv of a complex matrix, which compilers of torch "
-                             "compute wrongly; use torch.linalg.lstsq, or call it outside of the model")
+                             "compute wrongly; call it outside of the model, or write torch.linalg.solve(a.mH @ a, a.mH) for an "
+                             "a of full column rank")
 
 
 def _check_functions(gm: fx.GraphModule) -> None:
@@ -118,7 +119,8 @@ def _check_dropouts(body: fx.GraphModule) -> None:
             if by != memory:
                 raise ValueError(f"apexfx: {source_line(write)} writes a tensor that has two names, as a dropout that drops "
                                  "nothing (in evaluation, or of p=0) returns its input itself, of which compilers of torch make "
-                                 "a copy; write m = m + x in the place of m += x, or leave that dropout out")
+                                 "a copy; leave that dropout out, or write m = m + x in the place of m += x, which leaves its "
+                                 "input as it was")
         if node in copies:
             source = storages(value(argument(node, "input")))
             of.update((copy, of.get(memory, memory)) for copy in storages(value(node)) for memory in source)

@@ -48,14 +48,15 @@ _OBSTACLES = (
         (r"UserDefinedObjectVariable\(Mean\)", "torch computes nothing with an apexfx.Mean",
          "Add Mean(scalar, 1) to it in the place of a scalar; weigh it by a number, or its total by a tensor"),
         (r"HOP: Unsafe side effect", "what is under a checkpoint, or given to another function of functions, sets something "
-         "outside of it, as spectral_norm does its buffers", "Leave the checkpoint out there"),
+         "outside of it, as spectral_norm does its buffers", "Leave the checkpoint out there, which in eager sets that twice"),
         (r"NYI Sym\w+ ", "an op is given a number that differs from call to call, and takes a constant alone",
          "Give it as a tensor, x ** torch.tensor(k)"),
         (r"^(.*, where eager raises nothing)\n", "{0}", "Write that otherwise"),
         (r"consumed returned tensor's grad_fn", "the model keeps a tensor of this step for the next one, with its history",
          "Clear a part of the loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, "
          "None), and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
-         "that they compute; use those of torch.nn.utils.parametrizations"),
+         "that they compute; use those of torch.nn.utils.parametrizations, whose spectral_norm begins by other vectors, and a "
+         "parametrization of your own that multiplies by the mask"),
         (r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad|creation function with requires_grad",
          "requires_grad is set in a way that a graph cannot hold",
          "Write x.detach().requires_grad_()"),

@@ -37,8 +37,8 @@ def check_leaves(names: Sequence[str]) -> None:
     if names:
         shown = f"{', '.join(names[:5])}{', ...' if names[5:] else ''}"
         raise ValueError(f"apexfx: the loss depends on {shown}, which require a gradient and are in no optimizer of the step. "
-                         "Give their optimizer, too: optimizer=[one, other]; or freeze them by requires_grad_(False), or "
-                         "compute what they are in under torch.no_grad(), as a reference model or a teacher")
+                         "Give their optimizer and module, too: optimizer=[one, other], modules=[module]; or freeze them by "
+                         "requires_grad_(False), or compute what they are in under torch.no_grad(), as a reference model")
 
 
 def check_leaf(name: str, tensor: Tensor) -> None:

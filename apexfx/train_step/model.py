@@ -131,7 +131,7 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     for module in model.modules():
         if has_backward_hooks(module):
             raise ValueError(f"apexfx: {path_of(model, module)} has a backward hook, which a training step as one graph would "
-                             "not run; remove it, register a hook on a tensor in the forward, or train with apexfx.transform()")
+                             "not run; remove it, or register a hook on a tensor in the forward")
 
 
 def warn_of_eval_mode(model: nn.Module, report: Report) -> None:

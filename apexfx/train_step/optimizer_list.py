@@ -67,8 +67,8 @@ class OptimizerList:
             if own := _own_norm(each):
                 clips = f"{type(each).__name__} clips to max_grad_norm={own} itself"
                 if not self._is_one:
-                    raise ValueError(f"apexfx: {clips}, and is one of several optimizers, whose gradients are clipped together; "
-                                     "make it with max_grad_norm=None, and pass max_grad_norm to train_step()")
+                    raise ValueError(f"apexfx: {clips}, and is one of several optimizers; make it with max_grad_norm=None, and "
+                                     "pass max_grad_norm to train_step(), which clips the gradients of all by one norm")
                 if max_grad_norm is not None:
                     raise ValueError(f"apexfx: max_grad_norm={max_grad_norm} was given, and {clips}; leave one of them out")
                 return own, each.clip_epsilon

@@ -245,7 +245,8 @@ def _check_settings(group: fsdp.FsdpGroup) -> None:
         (not now.reduces, "with set_requires_gradient_sync(False), and each call of a training step sums the gradients of all "
                           "ranks; set it to True"),
         (now.divisor is not None,
-         "with set_gradient_divide_factor(), and a training step averages over the ranks; leave that out, and scale the loss"),
+         "with set_gradient_divide_factor(), and a training step averages over the ranks; leave that out, and multiply the "
+         "loss by the number of ranks / factor"),
         (now.reduces_unused, "with set_reduce_scatter_unused_params(True), and a training step leaves what its loss does not "
                              "depend on as it is; leave that call out"),
         (now.sums, "with set_force_sum_reduction_for_comms(True), and a training step has the group average; leave that out"),

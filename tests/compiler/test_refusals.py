@@ -118,7 +118,7 @@ def test_a_backward_hook_fires_on_the_model_and_is_named_on_a_module_in_it():
     model(x).sum().backward()
     assert torch.equal(grads[0], torch.ones(4, 2))
     source[0].register_full_backward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="submodule '0' has a backward hook, which Dynamo does not trace: register it on"):
+    with pytest.raises(RuntimeError, match="submodule '0' has a backward hook, which Dynamo does not trace: register a hook on"):
         transformed(source)(x)
     with pytest.raises(RuntimeError, match="submodule '0' has a backward hook"):  # put on after the first call
         model(x)

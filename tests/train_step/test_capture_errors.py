@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import threading
 
 import pytest
@@ -144,50 +143,3 @@ def test_what_is_frozen_behind_graphs_of_several_sizes_stays(frozen, inner):
         F.cross_entropy(expected(x[:rows]).flatten(0, 1), x[:rows].flatten()).backward()
         optimizer.step()
     torch.testing.assert_close(dict(model.named_parameters()), dict(expected.named_parameters()), rtol=1e-4, atol=1e-5)
-
-
-# ---- what a refusal says to write trains what the program trained ------------------------------------------------------------
-
-
-def energy_and_forces(model, batch, keep):
-    if keep:
-        batch["pos"] = batch["pos"].detach().requires_grad_()
-    else:
-        batch = {**batch, "pos": batch["pos"].detach().requires_grad_()}
-    energy = model(batch["pos"]).sum()
-    return torch.autograd.grad(energy, batch["pos"], create_graph=True)[0].square().sum() + energy
-
-
-def by_chance(model, batch, keep):
-    out = model(batch["pos"])
-    if keep:
-        return out.sum() if random.random() < 0.5 else out.square().sum()
-    return torch.where(torch.rand(()) < 0.5, out.sum(), out.square().sum())
-
-
-def times_chance(model, batch, keep):
-    return model(batch["pos"]).sum() * (1 + (random.randint(1, 2) if keep else torch.randint(1, 3, ())))
-
-
-@pytest.mark.parametrize("objective, reason, cure", [
-    (energy_and_forces, "stays in what the step was given", r"batch = \{\*\*batch, 'pos': pos\}"),
-    (by_chance, since("2.14", "that Python's random draws", r"random.random\(\) of Python is called"),
-     r"torch.where\(torch.rand\(\(\)\) < p, a, b\)"),
-    (times_chance, "that Python's random draws", r"draw outside, and give the step the number")],
-    ids=["a dictionary", "a choice", "a factor"])
-def test_a_cure_trains_what_the_program_trained(objective, reason, cure):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    expected = copy.deepcopy(model)
-    with pytest.raises(NotOneGraph, match=f"{reason}(?s:.*){cure}"):
-        step_of(copy.deepcopy(model), functools.partial(objective, keep=True))({"pos": torch.randn(4, 3)})
-    step, optimizer = step_of(model, functools.partial(objective, keep=False)), torch.optim.SGD(expected.parameters(), lr=0.1)
-    for call in range(3):
-        batch = {"pos": torch.randn(4, 3)}
-        torch.manual_seed(call)
-        step(batch)
-        torch.manual_seed(call)
-        optimizer.zero_grad()
-        objective(expected, batch, keep=False).backward()
-        optimizer.step()
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-7)

@@ -112,8 +112,8 @@ class ApplyStep(Part):
         try:
             self.trace.graph(tuple(has_gradient[self.first:self.last]))
         except NotTraceable as error:
-            raise ValueError(f"apexfx: where some of its parameters have no gradient, {self.name} {error}; have each loss reach "
-                             "all of them, or give the others an optimizer of their own") from error
+            raise ValueError(f"apexfx: where some of its parameters have no gradient, {self.name} {error}; train with "
+                             "apexfx.transform() and the optimizer's own step()") from error
 
     def apply(self, end: EndOfStep) -> None:
         grads = end.grads[self.first:self.last]
