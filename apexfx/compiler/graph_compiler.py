@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from .. import passes
-from .._torch import dynamo_source, ends_in_graph_break, global_module_hooks
+from .._torch import device_of_group, dynamo_source, ends_in_graph_break, global_module_hooks
 from .._torch_compilers import refuse_double_backward
 from ..config import TransformConfig
 from ..distributed.agreement import Agreement, Communication, explained
@@ -89,7 +89,9 @@ class GraphCompiler:
         averages = trains and self.reduce_gradients and self.groups.gradients is not None
         if self.groups.gradients is not None and trains:
             self._refuse_unregistered(gm, placeholders, example_inputs)
-        context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
+        group = self.groups.gradients
+        context = passes.Context(placeholders, group, self.groups.batch_norm, self.reduce_gradients,
+                                 waits=group is not None and device_of_group(group).type == "cpu")
         if trains and not self.scales_loss and self.config.level.casts \
                 and self.config.half_dtype(context.devices) == torch.float16:
             self.report.note(_FLOAT16)
@@ -112,7 +114,8 @@ class GraphCompiler:
             compiled = _differentiated_once(compiled)
         if in_forward and self.agreement is not None:
             compiled = _compared(compiled, self.agreement, communication)
-        return self._guarded(compiled, placeholders, communication, dependencies, written, check_indices, uneven=uneven)
+        return self._guarded(compiled, placeholders, communication, dependencies, written, check_indices, uneven=uneven,
+                             waits=averages and context.waits and not in_forward)
 
     def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                              example_inputs: Sequence[Any]) -> None:
@@ -135,7 +138,7 @@ class GraphCompiler:
 
     def _guarded(self, compiled: Callable[..., Any], placeholders: Sequence[Placeholder], communication: Communication,
                  dependencies: Dependencies | None, written: Sequence[int], check_indices: IndexRanges, *,
-                 uneven: bool) -> Callable[..., Any]:
+                 uneven: bool, waits: bool) -> Callable[..., Any]:
         """Wrap what runs on every call: checks before it, provenance of gradients after it.
 
         Args:
@@ -144,6 +147,7 @@ class GraphCompiler:
             written: the inputs that the graph writes; what shares their memory may not change.
             check_indices: of the batch.
             uneven: a backward may give some parameters a gradient and others none.
+            waits: as of `GradientSync.on_forward`.
         """
         sync, index = self.gradient_sync, self.index
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
@@ -175,7 +179,7 @@ class GraphCompiler:
             outputs = compiled(*args)
             if (ran := dependencies.after_run(_listed(outputs), args, edges)) is not None:
                 sync.on_forward(parameters, ran, reduces=self.reduce_gradients, communication=communication,
-                                inputs=[place for place, _ in trainable] if uneven else None)
+                                inputs=[place for place, _ in trainable] if uneven else None, waits=waits)
             return outputs
 
         return run

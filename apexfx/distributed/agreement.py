@@ -12,6 +12,7 @@ timeout.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -106,7 +107,11 @@ class Agreement:
         self.ensure("parameters and buffers of the model", [[name, list(t.shape), str(t.dtype)] for name, t in named])
 
     def before_run(self, run: Communication, *, flushes: bool = False) -> None:
-        """Return when every rank is about to do the same.
+        """Return when every rank is about to do the same; the arguments and errors are those of `begin_run`."""
+        self.begin_run(run, flushes=flushes)()
+
+    def begin_run(self, run: Communication, *, flushes: bool = False) -> Callable[[], None]:
+        """Begin to compare what every rank is about to do; return what waits for it.
 
         Args:
             flushes: it averages what was accumulated inside of `no_sync()`.
@@ -129,15 +134,22 @@ class Agreement:
         tag = run.hash ^ zlib.crc32(array("f", numbers.values()).tobytes())
         sums[rank] = torch.tensor([self._number, tag, state.num_begun, flushes], device="cpu")
         sums = sums.to(device, non_blocking=True)
-        with explained(self.group, f"the comparison of the {run.what}", options.timeout):
-            self.group.allreduce([sums], options).wait()  # on CUDA the stream waits
-        if run.agreed and device.type == "cuda":
-            # Which does not hold the model until the next run.
-            copy, ran = HostCopy(sums), replace(run, mode=str, numbers=dict(numbers).copy)
-            state.unread = lambda: self._check(copy.get().tolist(), ran, late=True)
-        else:
-            self._check(sums.tolist(), run, late=False)
-            run.agreed = True
+        explains = functools.partial(explained, self.group, f"the comparison of the {run.what}", options.timeout)
+        with explains():
+            work = self.group.allreduce([sums], options)
+
+        def end() -> None:
+            with explains():
+                work.wait()  # on CUDA the stream waits
+            if run.agreed and device.type == "cuda":
+                # Which does not hold the model until the next run.
+                copy, ran = HostCopy(sums), replace(run, mode=str, numbers=dict(numbers).copy)
+                state.unread = lambda: self._check(copy.get().tolist(), ran, late=True)
+            else:
+                self._check(sums.tolist(), run, late=False)
+                run.agreed = True
+
+        return end
 
     def _check(self, rows: Sequence[Sequence[int]], run: Communication, *, late: bool) -> None:
         """Raise where the ranks differ; after it they are in step again."""

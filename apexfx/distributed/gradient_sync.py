@@ -29,6 +29,7 @@ from ..config import BucketConfig
 from ..errors import UnsynchronizedGradientError
 from ..graph.printing import first_names
 from ..graph.unused_gradients import GraphRun
+from ..ops.ranks_agreed import end_comparison, waiting
 from .agreement import Agreement, Communication
 from .backward_callback import BackwardCallback
 from .no_sync import SET_ASIDE, Synchronizer, local_gradients
@@ -213,7 +214,7 @@ class GradientSync(Synchronizer):
         return self.enabled and not self._pending
 
     def on_forward(self, parameters: Sequence[nn.Parameter], run: GraphRun, *, reduces: bool, communication: Communication,
-                   inputs: Sequence[int] | None) -> None:
+                   inputs: Sequence[int] | None, waits: bool = False) -> None:
         """Prepare for the backward of a graph that has just run forward.
 
         Args:
@@ -222,6 +223,7 @@ class GradientSync(Synchronizer):
             reduces: whether the graph's backward holds the allreduce nodes.
             communication: what it communicates.
             inputs: the parameters' positions among its inputs; None for a graph that gives all of them a gradient or none.
+            waits: whether the graph waits for the comparison of the ranks in front of its first collective.
         """
         keys = {id(p): None for p in parameters}
         leaves = [id(getattr(following, "variable", None)) for following, _ in run.node.next_functions]
@@ -246,7 +248,11 @@ class GradientSync(Synchronizer):
                 self._refuse_to_sum_twice(parameters, flushes=flush)
             if self._agreement is not None and (reduces or flush):
                 with self._local_unless_failed():
-                    self._agreement.before_run(communication, flushes=flush)
+                    end = self._agreement.begin_run(communication, flushes=flush)
+                if waits and reduces and inputs is None:
+                    waiting[self.group.group_name] = self._local_unless_failed()(end)
+                else:
+                    self._local_unless_failed()(end)()
             if not reduces:
                 self.backward.local.update(keys)
             self.backward.graphs_average |= reduces
@@ -255,6 +261,7 @@ class GradientSync(Synchronizer):
                 used_anywhere = UsedAnywhere(self.group, inputs, run.used(tangents), device)
 
         def after(gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            end_comparison(self.group.group_name)  # of a graph that was not to communicate
             if (used := run.used(tangents)) != -1:
                 if used_anywhere is not None:
                     used |= used_anywhere.get()

@@ -52,6 +52,7 @@ class Context:
             gradients to rows, too; None where each updates all.
         cast_by_policy: whether `fully_shard` was told in which dtypes to compute.
         has_backward: False of a graph that applies gradients which other graphs have computed.
+        waits: whether the ranks compare what the graph communicates while it runs, and it waits for that.
     """
 
     placeholders: Sequence[Placeholder]
@@ -68,6 +69,7 @@ class Context:
     shard: str | None = None
     cast_by_policy: bool = False
     has_backward: bool = True
+    waits: bool = False
 
     @property
     def devices(self) -> list[torch.device]:
@@ -111,7 +113,7 @@ def _reduction(pass_type: type[BucketAllreduce], config: TransformConfig, contex
         return None
     decomposes = {"decompositions": _inductor_decompositions} if wanted is ScatterGradients and config.inner == "inductor" else {}
     return pass_type(placeholders=context.placeholders, config=config.buckets, group_name=context.gradients.group_name,
-                     world_size=dist.get_world_size(context.gradients), **decomposes)
+                     world_size=dist.get_world_size(context.gradients), waits=context.waits, **decomposes)
 
 
 def _gather_updated(config: TransformConfig, context: Context) -> Pass | None:

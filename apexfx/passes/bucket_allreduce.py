@@ -61,6 +61,7 @@ class BucketAllreduce(Pass):
         config: how gradients are grouped, divided and sent.
         group_name: the process group's.
         world_size: the process group's.
+        waits: whether the first allreduce waits until the ranks are known to run the same.
 
     Raises:
         ValueError: a plan for another model or world size; a sparse gradient.
@@ -73,8 +74,9 @@ class BucketAllreduce(Pass):
     collective = "allreduce"
 
     def __init__(self, *, placeholders: Sequence[Placeholder], config: BucketConfig, group_name: str,
-                 world_size: int) -> None:
+                 world_size: int, waits: bool = False) -> None:
         super().__init__()
+        self.waits = waits
         self.placeholders = tuple(placeholders)
         self.config = config
         self.group_name = group_name
@@ -89,7 +91,7 @@ class BucketAllreduce(Pass):
 
     def options(self) -> dict[str, Any]:
         return {
-            "config": self.config.describe(), "group": self.group_name, "world_size": self.world_size,
+            "config": self.config.describe(), "group": self.group_name, "world_size": self.world_size, "waits": self.waits,
             "plan": self.replayed.to_json() if self.replayed else None,
             "parameters": [[p.index, p.name, p.stride] for p in self.placeholders if p.kind == "param"],
         }
@@ -123,7 +125,7 @@ class BucketAllreduce(Pass):
         if any(bucket.reduce_dtype in HALVES for bucket in plan.buckets):
             self.numeric = "changes_dtype"
         emitter = self.emitter(gm, plan, by_name)
-        starts = [emitter.start(index) for index in range(len(plan.buckets))]
+        starts = [emitter.start(index, waits=self.waits and not index) for index in range(len(plan.buckets))]
         for index, start in enumerate(starts):
             emitter.finish(index, start)
         emitter.connect_outputs()
@@ -188,8 +190,12 @@ class Emitter:
         self.previous = list(gm.graph.find_nodes(op="placeholder"))[-1]  # behind which the previous bucket hangs, as captured
         self.tail = self.previous  # the last node of that chain
 
-    def start(self, index: int) -> fx.Node:
-        """Insert flatten, pre-divide and allreduce right after the node that completes the bucket."""
+    def start(self, index: int, *, waits: bool = False) -> fx.Node:
+        """Insert flatten, pre-divide and allreduce right after the node that completes the bucket.
+
+        Args:
+            waits: whether to wait, in front of the allreduce, until the ranks are known to run the same.
+        """
         bucket = self.plan.buckets[index]
         sources = [self.reductions[slot.parameter].source for slot in bucket.slots]
         last = max(sources, key=self.place.__getitem__)
@@ -202,6 +208,8 @@ class Emitter:
         with self.graph.inserting_before(anchor.next):
             flat = self.flatten(index, bucket, sources, like=last)
             flat = self._scale(flat, 1.0 / bucket.predivide, bucket.reduce_dtype.to_real(), index, like=last)
+            if waits:
+                self.call(index, torch.ops.apexfx.ranks_agreed.default, (flat, self.plan.group_name), like=last)
             started = self.reduce(index, flat, like=last)
         if bucket.start == "end":
             started.meta[DELAYED] = True

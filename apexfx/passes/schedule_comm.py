@@ -6,6 +6,7 @@ import heapq
 import math
 from collections import defaultdict
 
+import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
@@ -83,12 +84,17 @@ def _is_barrier(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return not isinstance(node.target, HigherOrderOperator) and node.is_impure()
     changed = written(node)
-    return bool(changed) and not (is_collective(node) and all(map(_is_private, changed)))
+    return bool(changed) and not (_leaves(node) and all(map(_is_private, changed)))
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Return whether a node starts a collective, or waits for what is to come before the first: those keep their order."""
+    return is_collective(node) or node.target is torch.ops.apexfx.ranks_agreed.default
 
 
 def _is_private(tensor: fx.Node) -> bool:
     """Return whether a tensor that a collective writes is a fresh buffer that nothing else reads."""
-    return len(tensor.users) == 1 and isinstance(tensor.target, OpOverload) and not aliases(tensor)
+    return all(map(_leaves, tensor.users)) and isinstance(tensor.target, OpOverload) and not aliases(tensor)
 
 
 def _keeps_order(node: fx.Node) -> bool:
@@ -116,7 +122,7 @@ class _Scheduler:
         last: dict[str, fx.Node] = {}
         for node in self.segment:
             sources[node] = {source for source in node.all_input_nodes if source in self.place}
-            chain = "collective" if is_collective(node) else "ordered" if _keeps_order(node) else None
+            chain = "collective" if _leaves(node) else "ordered" if _keeps_order(node) else None
             if chain is not None:
                 if chain in last:
                     sources[node].add(last[chain])
