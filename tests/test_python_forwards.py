@@ -131,10 +131,32 @@ def test_a_buffer_is_written_by_its_data(level, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("write", [adds, scales_and_adds, assigns_and_writes])
-def test_memory_that_is_replaced_and_written_is_refused(write, way):
+@pytest.mark.parametrize("write", [adds, scales_and_adds])
+def test_an_operator_writes_by_the_data(write, way):
+    check(way, with_buffer(write), lambda out, x: out.float().pow(2).mean(), X, "O0")
+
+
+def masks(model, x):  # as PixelCNN does
+    model.head.weight.data *= torch.ones(4, 4).tril()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_forward_masks_its_weight_by_the_data(level):
+    check("transform", with_buffer(masks), lambda out, x: out.float().pow(2).mean(), X, level)
+
+
+def test_a_step_names_the_parameter_that_its_forward_replaces():
+    def clips(model, x):
+        model.head.weight.data = model.head.weight.data.clamp(-0.1, 0.1)
+
+    with pytest.raises(ValueError, match="writes parameter 'head.weight' in place"):
+        trained("step", with_buffer(clips), lambda out, x: out.pow(2).mean(), X)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_that_is_replaced_and_written_is_refused(way):
     with pytest.raises(Exception, match=r"test_python_forwards.py:\d+ puts memory in the place of a tensor's"):
-        trained(way, with_buffer(write), lambda out, x: out.pow(2).mean(), X)
+        trained(way, with_buffer(assigns_and_writes), lambda out, x: out.pow(2).mean(), X)
 
 
 # ---- threads and interrupts ------------------------------------------------------------------------------------------------

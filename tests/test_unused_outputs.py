@@ -116,6 +116,43 @@ def test_a_backward_that_raised_hides_nothing_of_the_next():
     assert all(p.grad is not None for p in (model.a.weight, model.b.weight, model.trunk.weight))
 
 
+class Features(TwoHeads):
+    """Returns what one head is computed of; `put` is called with that at the end of the forward, behind a graph break."""
+
+    put = None
+
+    def forward(self, x):
+        h = self.trunk(x).tanh()
+        out = self.a(h)
+        if self.put:
+            torch._dynamo.graph_break()
+            self.put[0](h)
+        return out, h
+
+
+HOOKS = [lambda h: h.register_hook(lambda gradient: 0.1 * gradient), lambda h: h.retain_grad()]
+
+
+@pytest.mark.parametrize("put", HOOKS, ids=["hook", "retain_grad"])
+@pytest.mark.parametrize("way", ["transform", "backend"])
+def test_no_hook_is_put_on_what_the_backward_goes_past(way, put):
+    def made():
+        torch.compiler.reset()
+        model, options = Features(), {"opt_level": "O0", "inner": "eager"}
+        return apexfx.transform(model, **options) if way == "transform" else torch.compile(model, backend="apex", options=options)
+
+    out, h = made()(torch.ones(2, 4))
+    put(out)
+    with pytest.raises(RuntimeError, match="one backward goes past it"):
+        put(h)
+    Features.put = (put,)
+    try:
+        with pytest.raises(RuntimeError, match="one backward goes past it"):
+            made()(torch.ones(2, 4))
+    finally:
+        Features.put = None
+
+
 def test_an_input_that_requires_a_gradient_has_none():
     class Sides(TwoHeads):
         def forward(self, x, y):

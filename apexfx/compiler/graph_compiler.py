@@ -37,6 +37,10 @@ _DOUBLE_BACKWARD = ("apexfx: a derivative of a transformed model (create_graph=T
                     "differentiated, and its graphs have one backward; train_step(model, objective=f, optimizer=...) holds "
                     "such a loss in its graph (docs/derivatives.md)")
 
+_PASSED = ("apexfx: a hook or retain_grad() would see a part of the gradient: the graph of a transformed model that has returned "
+           "this tensor computes more of it, and its one backward goes past it. Call register_hook() in the forward, in front of "
+           "what is computed of it; a training step has one in the objective, too")
+
 
 class GraphCompiler:
     """Compiles every graph Dynamo captures for one model: the callable that `torch.compile` is given.
@@ -111,7 +115,7 @@ class GraphCompiler:
                                       [numeric_options(self.config), *collectives], self.index.mode)
         compiled = graph.compile(BackwardPasses(graph.pipeline, graph.record, placeholders, graph.uuid, graph.key), self.report)
         if dependencies is not None:
-            compiled = _differentiated_once(compiled)
+            compiled = _differentiated_once(compiled, dependencies.passed)
         if in_forward and self.agreement is not None:
             compiled = _compared(compiled, self.agreement, communication)
         return self._guarded(compiled, placeholders, communication, dependencies, written, check_indices, uneven=uneven,
@@ -195,8 +199,12 @@ def _compared(compiled: Callable[..., Any], agreement: Agreement, communication:
     return run
 
 
-def _differentiated_once(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs a graph that says what to do instead where its backward is differentiated."""
+def _differentiated_once(compiled: Callable[..., Any], passed: Sequence[int]) -> Callable[..., Any]:
+    """Return what runs a graph that says what to do instead where its backward is differentiated, or has to stop at an output.
+
+    Args:
+        passed: the outputs that others are computed of.
+    """
     told = False
 
     def run(*args: Any) -> Any:
@@ -205,9 +213,15 @@ def _differentiated_once(compiled: Callable[..., Any]) -> Callable[..., Any]:
         if not told:
             refuse_double_backward(_listed(outputs), _DOUBLE_BACKWARD)
             told = True
+        for output in (_listed(outputs)[i] for i in passed):
+            output.register_hook = output.retain_grad = _refuse_hook
         return outputs
 
     return run
+
+
+def _refuse_hook(*_: Any) -> None:
+    raise RuntimeError(_PASSED)
 
 
 def _listed(outputs: Any) -> Sequence[Any]:

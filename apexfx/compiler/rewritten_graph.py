@@ -62,6 +62,7 @@ def read_inputs(gm: fx.GraphModule, example_inputs: list[Any], config: Transform
     check_python_objects()
     torch_faults.specialize_kept_floats(gm)
     torch_faults.widen_drawn_numbers(gm, example_inputs)
+    torch_faults.keep_own_memory(gm)
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), is_train_step=is_train_step)
     check_mixed(gm)
     torch_faults.check_lowered_rightly(gm)
@@ -179,9 +180,9 @@ def _explained(gm: fx.GraphModule) -> Iterator[None]:
         replaced = [node for node in gm.graph.nodes if node.op == "call_function"
                     and canonical_name(node.target) in ("set_", "shallow_copy_data_")]  # the latter in 2.14
         if replaced and re.search("set_|frozen storage", str(error)):
-            raise ValueError(f"apexfx: {source_line(replaced[-1])} puts memory in the place of a tensor's (x.data = ..., "
-                             "x.data += ...) that the forward also writes in place; write x.data.copy_(...), or "
-                             "x.data.add_(...), in the place of the assignment") from None
+            raise ValueError(f"apexfx: {source_line(replaced[-1])} puts memory in the place of a tensor's (x.data = ...) "
+                             "that the forward also writes in place; write x.data.copy_(...) in the place of the "
+                             "assignment") from None
         if "argname=slice_shape" in str(error):
             raise RuntimeError("apexfx: Inductor of torch 2.13 fails at rows that torch.randperm(n) takes; take them by "
                                "torch.rand(n).argsort(), give inner_options={'pattern_matcher': False}, or use torch "

@@ -64,6 +64,21 @@ def specialize_kept_floats(gm: fx.GraphModule) -> None:
     specialize_floats([number for number in kept if isinstance(number, torch.SymFloat)])
 
 
+def keep_own_memory(gm: fx.GraphModule) -> None:
+    """Leave the assignment out of `x.data *= y`: it puts into x the memory that x has, of which AOTAutograd makes an error."""
+    for node in [node for node in gm.graph.nodes if node.op == "call_function"
+                 and canonical_name(node.target) in ("set_", "shallow_copy_data_")]:  # the latter in 2.14
+        source = node.args[1]
+        while written(source):
+            source = source.args[0]
+        if source.op == "call_function" and canonical_name(source.target) == "_get_data_attr" and source.args[0] is node.args[0]:
+            for user in list(node.users):
+                if canonical_name(user.target) == "_lower_version_count_by_1":  # which the assignment alone puts up
+                    gm.graph.erase_node(user)
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+
+
 def check_lowered_rightly(gm: fx.GraphModule) -> None:
     """Refuse what Dynamo and AOTAutograd are known to get wrong, without a word, and what passes cannot look into."""
     _check_functions(gm)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .._torch import GradAOTOutput, PlainAOTInput
+from .mutation import writes_first
 from .nodes import INPUT_NAMES, NAME
 
 _IN_A_LOCAL = re.compile(r"^L\['\w+'\](?:\[[^\]]*\])*$")  # a local variable, or an item of one
@@ -111,8 +112,7 @@ def trained_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     inputs = [parameter.args[0] if parameter.target is own_rows else parameter for parameter in node.args[0]]
     for parameter in inputs:
         if parameter.op != "placeholder" or not isinstance(parameter.meta.get("desc"), PlainAOTInput):
-            written = [copy.args[0].meta.get(NAME) for copy in gm.graph.find_nodes(
-                op="call_function", target=torch.ops.aten.copy_.default) if copy.args[1] is parameter]
+            written = [user.args[0].meta.get(NAME) for user in parameter.users if writes_first(user)]  # copy_, or set_
             raise written_parameter(written[0] if written else parameter.name)
     return inputs
 

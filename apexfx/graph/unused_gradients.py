@@ -31,6 +31,9 @@ class Dependencies:
     Args:
         gm: the graph as Dynamo captured it.
         written: the inputs that it writes.
+
+    Attributes:
+        passed: the outputs that another result is computed of.
     """
 
     def __init__(self, gm: fx.GraphModule, written: Sequence[int]) -> None:
@@ -39,6 +42,9 @@ class Dependencies:
         self._written = written
         results = [*map(value, gm.graph.output_node().args[0]), *(inputs[i] for i in written)]
         self._of_results = [paths.inputs_of(x) for x in results]
+        behind = paths.behind()
+        self.passed = [i for i, x in enumerate(results[:len(results) - len(written)])
+                       if isinstance(x, Tensor) and (x.grad_fn, x.output_nr) in behind]
         self._differentiable = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
         self._perhaps_computed = [i for i in self._differentiable if not isinstance(inputs[i], nn.Parameter)]
         self._of_gradients: list[int] | None = None  # the inputs that the node's gradients are of, in order
@@ -131,6 +137,10 @@ class _Paths:
                                        functools.reduce(operator.or_, map(self._at, self._following(node)), 0))
             todo.pop()
         return self._at(start)
+
+    def behind(self) -> set[Any]:
+        """Return the edges between the results of which `inputs_of` was asked and the inputs."""
+        return {edge for node in self._reached for edge in self._following(node)} - self._ends.keys()
 
     def _at(self, edge: Any) -> int:
         return self._ends[edge] if edge in self._ends else self._reached[edge[0]]

@@ -365,6 +365,16 @@ def windows_with_gaps() -> bool:
     return differ(lambda x: x.unfold(0, 2, 3).add_(1).sum(), lambda: (torch.ones(8),))
 
 
+@fault("x.data *= y puts into x the memory that it has, which is not compiled", ours="compiler/torch_faults.py keep_own_memory")
+def data_written_by_an_operator() -> bool:
+    def masked(x, y):
+        x.data *= y
+        return x * 2
+
+    run = lambda: compiled(masked)(torch.ones(2, requires_grad=True), torch.ones(2))  # noqa: E731
+    return raises("set_", run) or raises("frozen storage", run)
+
+
 @fault("torch.linalg.pinv of a complex matrix", ours="compiler/torch_faults.py check_lowered_rightly")
 def complex_pinv() -> bool:
     return differ(torch.linalg.pinv, lambda: (torch.randn(3, 2, dtype=torch.complex128),))
