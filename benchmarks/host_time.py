@@ -1,4 +1,4 @@
-"""Measure the host time of a training step besides its graph.
+"""Measure the host time of a training step, and of a transformed model's call, besides its graph.
 
     python benchmarks/host_time.py
 
@@ -7,9 +7,11 @@ then, so that what is left is the host's. Candidates take turns of ten calls, on
 
     dynamo         the function of the step on the same inputs, by torch.compile with such a graph: guards and nothing besides
     plain, ...     train_step() with these options
+    compile        a model of two layers and its backward, by torch.compile with such a graph
+    transform      the same by transform()
 
-Columns: microseconds of a call, median; those above `dynamo` in the same turn, the median and its 95 % interval. The result is
-also written to results/host_time.json.
+Columns: microseconds of a call, median; those above `dynamo`, or `compile`, in the same turn, the median and its 95 % interval.
+The result is also written to results/host_time.json.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import apexfx
 from apexfx._torch import boxed
 from apexfx._torch_compilers import aot_autograd
 from apexfx.compiler import inner_compilers
-from apexfx.train_step.function import StepInputs, compiled_separately, run_step
+from apexfx.train_step.function import compiled_separately, run_step
 
 RESULTS = Path(__file__).parent / "results" / "host_time.json"
 WIDTH, LAYERS = 4, 150
@@ -81,7 +83,7 @@ def make(options: dict[str, Any]) -> tuple[Any, Tensor, Tensor]:
 def dynamo() -> Callable[[], object]:
     """Return a call of the function that a step has Dynamo capture, on what that step calls it with."""
     step, x, y = make({})
-    inputs = StepInputs(step.model, step.objective, **step._state.inputs())
+    inputs = step._state.inputs(step.model)
     compiler = aot_autograd(fw_compiler=lambda gm, _: boxed(lambda args: gm(*args)), keep_inference_input_mutations=True)
     function = torch.compile(compiled_separately(run_step), fullgraph=True,
                              backend=lambda gm, examples: runs_once(compiler(gm, examples)))
@@ -95,6 +97,30 @@ def dynamo() -> Callable[[], object]:
     return call
 
 
+class TwoLayers(nn.Module):
+    """Of a class of its own, so that its forward is what is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+def calls_of_models() -> dict[str, Callable[[], object]]:
+    """Return a call with its backward of a model by torch.compile, and of one by transform(), whose graphs do what eager does."""
+    x = torch.randn(2, WIDTH)
+    compiler = aot_autograd(fw_compiler=lambda gm, _: boxed(lambda args: gm(*args)))
+    models = {"compile": torch.compile(TwoLayers(), backend=compiler),
+              "transform": apexfx.transform(TwoLayers(), opt_level="O0", inner="eager")}
+    calls = {name: lambda model=model: model(x).sum().backward() for name, model in models.items()}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    return calls
+
+
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=60)
@@ -104,16 +130,18 @@ def main() -> None:
     for name, options in VARIANTS.items():
         step, x, y = make(options)
         calls[name] = lambda step=step, x=x, y=y: step(x, y)
+    calls.update(calls_of_models())
     candidates = {name: lambda call=call: [call() for _ in range(10)] for name, call in calls.items()}
     times = {name: [1e5 * taken for taken in seconds]
              for name, seconds in harness.interleave(candidates, rounds=rounds, clock=time.process_time).items()}
     rows = []
     for name, taken in times.items():
-        low, middle, high = harness.interval([own - alone for own, alone in zip(taken, times["dynamo"])])
+        base = times["compile" if name in ("compile", "transform") else "dynamo"]
+        low, middle, high = harness.interval([own - alone for own, alone in zip(taken, base)])
         rows.append({"variant": name, "us": statistics.median(taken), "above": middle, "low": low, "high": high,
-                     "ratio": harness.ratios(times["dynamo"], taken)[1]})
+                     "ratio": harness.ratios(base, taken)[1]})
     print(tabulate([[r["variant"], f"{r['us']:.0f}", f"{r['above']:.0f}", f"{r['low']:.0f} to {r['high']:.0f}"] for r in rows],
-                   headers=("variant", "us", "above dynamo", "95 %"), disable_numparse=True))
+                   headers=("variant", "us", "above", "95 %"), disable_numparse=True))
     harness.write_record(RESULTS, rows=rows)
 
 
