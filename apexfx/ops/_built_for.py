@@ -19,8 +19,8 @@ _SIGNATURES = re.compile(rb"apexfx signatures:((?:\n[^\n\0]+)*)\n\0")
 # Ops that are composed of others, or of torch's, and have no kernel of their own.
 WITHOUT_KERNEL = frozenset({
     "apply_gradients", "bn_relu_backward", "flatten_bucket", "gather_shards", "gru", "gru_backward", "held_copy", "lstm",
-    "lstm_backward", "orthogonalize", "orthogonalize_own", "orthogonalize_rows", "own_rows", "rnn_relu", "rnn_relu_backward",
-    "rnn_tanh", "rnn_tanh_backward", "scatter_gradients", "sync_batch_norm",
+    "lstm_backward", "orthogonalize", "orthogonalize_own", "orthogonalize_rows", "own_rows", "ranks_agreed", "rnn_relu",
+    "rnn_relu_backward", "rnn_tanh", "rnn_tanh_backward", "scatter_gradients", "sync_batch_norm",
 })
 _CUDA = re.compile(rb"apexfx CUDA (\d+)\.(\d+):((?: (?:sm|compute)_\w+)+)\n\0")
 
