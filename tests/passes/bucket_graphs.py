@@ -18,10 +18,10 @@ from tests.backward_graphs import record
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def make_passes(world_size=2, **options):
+def make_passes(world_size=2, waits=False, **options):
     def make(placeholders):
         return [BucketAllreduce(placeholders=placeholders, config=BucketConfig(**options), group_name="0",
-                                world_size=world_size)]
+                                world_size=world_size, waits=waits)]
     return make
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.library import opcheck
 
 from apexfx.buckets.plan import BucketPlan
 from apexfx.compiler.pipeline import Pipeline
@@ -17,6 +18,7 @@ from apexfx.config import BucketConfig
 from apexfx.graph.collectives import is_wait
 from apexfx.graph.nodes import value
 from apexfx.graph.printing import format_graph
+from apexfx.ops.ranks_agreed import waiting
 from apexfx.passes.bucket_allreduce import BucketAllreduce
 from tests.backward_graphs import record
 from tests.passes.bucket_graphs import (
@@ -61,6 +63,25 @@ def test_start_right_after_the_gradients_and_wait_at_the_end():
 %28 = aten.split_with_sizes.default(%27, [3, 1, 15, 1])
 %31 = aten.view.default(%30, [3, 5]) -> f32[3,5]
 out  [%31, %29, None, %25, %23]""")
+
+
+def test_the_first_bucket_leaves_when_the_ranks_are_known_to_agree():
+    order = []
+    waiting["0"] = lambda: order.append("agreed")
+    gm = rewritten(two_layers(), torch.randn(4, 5), message_size=20, waits=True).backward[0]
+    assert_expected_inline(format_graph(gm, only=r"mm|flatten|all_reduce|agreed|wait"), """\
+%1 = aten.mm.default(%tangents_1, %0) -> f32[4,3]
+%3 = aten.mm.default(%2, %relu) -> f32[7,3]
+%8 = apexfx.flatten_bucket.default([%6, %7], [0, 8], 32, float32) -> f32[32]
+%9 = apexfx.ranks_agreed.default(%8, '0')
+%10 = _c10d_functional.all_reduce_.default(%8, 'sum', '0') -> f32[32]
+%14 = aten.mm.default(%13, %primals_3) -> f32[3,5]
+%19 = apexfx.flatten_bucket.default([%17, %18], [0, 4], 20, float32) -> f32[20]
+%20 = _c10d_functional.all_reduce_.default(%19, 'sum', '0') -> f32[20]
+%21 = _c10d_functional.wait_tensor.default(%10) -> f32[32]
+%27 = _c10d_functional.wait_tensor.default(%20) -> f32[20]""")
+    assert order == ["agreed"] and not waiting
+    opcheck(torch.ops.apexfx.ranks_agreed.default, (torch.ones(3), "0"))
 
 
 def test_report():
