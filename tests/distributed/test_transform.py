@@ -81,7 +81,7 @@ def test_averages(rank, world_size):
         model(x).square().mean().backward()
         check(model, expected_gradients(reference, [x], world_size))
     assert len(model.report.buckets().buckets) > 1
-    assert model.report.code(stage="backward").count("ranks_agreed") == 1
+    assert model.report.code(stage="backward").count("apexfx.ranks_agreed") == 1
 
 
 @on_ranks(3)
