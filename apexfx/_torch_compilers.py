@@ -41,7 +41,7 @@ from torch._dynamo.exc import (
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
+from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
@@ -487,18 +487,6 @@ def _in_ours(install: Callable[..., None]) -> Callable[..., None]:
     return install_guard
 
 
-def _compare_sizes(op: Callable[[Any, Any], bool]) -> Callable[..., VariableTracker]:
-    """Return what traces `is`, or `is not`, of what a size makes: a guard holds it, where the other is of its type."""
-
-    def trace(tx: Any, left: VariableTracker, right: VariableTracker) -> VariableTracker:
-        if left.python_type() is right.python_type():
-            left, right = (ConstantVariable.create(each.evaluate_expr()) if isinstance(each, SymNodeVariable) else each
-                           for each in (left, right))
-        return ConstantVariable.create(op(_constant(left), _constant(right)))
-
-    return trace
-
-
 def refuse_double_backward(outputs: Sequence[Any], message: str) -> None:
     """Have a graph that has run raise `message`, in the place of AOTAutograd's words, where its backward is differentiated."""
     nodes = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
@@ -689,9 +677,6 @@ BuiltinVariable.call_function_handler_cache.clear()  # it holds what was there b
 for name in ("install_dict_keys_match_guard", "install_dict_contains_guard"):
     setattr(DunderDictVariable, name, _in_ours(getattr(ConstDictVariable, name)))
 TensorVariable.method___setitem__ = _write_by_numbers(TensorVariable.method___setitem__)
-for op in (operator.is_, operator.is_not):  # in front of what takes every constant for None
-    BuiltinVariable._binop_handlers()[op][:0] = [(types, _compare_sizes(op)) for types in (
-        (SymNodeVariable, ConstantVariable), (ConstantVariable, SymNodeVariable), (SymNodeVariable, SymNodeVariable))]
 InvokeSubgraphHigherOrderVariable._call_function = _inline_region(InvokeSubgraphHigherOrderVariable._call_function)
 TorchInGraphFunctionVariable.call_function = _trace_gradients(TorchInGraphFunctionVariable.call_function)
 UserFunctionVariable.bind_args = _bind_containers(UserFunctionVariable.bind_args)

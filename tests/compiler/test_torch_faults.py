@@ -137,13 +137,6 @@ def indices_of_no_dimension() -> bool:
                                          "torch.ones(5, 4), torch.tensor(2))")
 
 
-@fault("`is` between what a size makes and a constant is False", slow=True, ours="_torch_compilers.py _compare_sizes")
-def identity_of_sizes() -> bool:
-    return unpatched("chosen = lambda x: x * 2 if (len(x) == 2) is True else x\n"
-                     "run = torch.compile(chosen, fullgraph=True, backend='eager', dynamic=True)\n"
-                     "print(*(float(run(torch.ones(size)).mean()) for size in (3, 4, 2)))") == "1.0 1.0 1.0\n"
-
-
 @fault("a deque grows beyond its maxlen while it is captured", ours="compiler/refusals.py check_python_objects, "
        "_torch.py bounded_deques_changed")
 def bounded_deques() -> bool:
