@@ -43,7 +43,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
 from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import InvokeSubgraphHigherOrderVariable
 from torch._dynamo.variables.lists import BaseListVariable
@@ -476,17 +476,6 @@ def _write_by_numbers(trace: Callable[..., Any]) -> Callable[..., Any]:
     return trace_write
 
 
-def _in_ours(install: Callable[..., None]) -> Callable[..., None]:
-    """Return what installs a guard of an object's `__dict__` in graphs of ours: Dynamo (2.13) has none."""
-    @functools.wraps(install)
-    def install_guard(self: ConstDictVariable, *args: Any) -> None:
-        translator = current_translator()
-        if translator is not None and _is_ours(innermost_backend(translator.output.compiler_fn)):
-            install(self, *args)
-
-    return install_guard
-
-
 def refuse_double_backward(outputs: Sequence[Any], message: str) -> None:
     """Have a graph that has run raise `message`, in the place of AOTAutograd's words, where its backward is differentiated."""
     nodes = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
@@ -674,8 +663,6 @@ for function in in_graphs:
     torch.compiler.allow_in_graph(function)
 BuiltinVariable._handle_insert_op_in_graph = _read_by_numbers(BuiltinVariable._handle_insert_op_in_graph)
 BuiltinVariable.call_function_handler_cache.clear()  # it holds what was there before
-for name in ("install_dict_keys_match_guard", "install_dict_contains_guard"):
-    setattr(DunderDictVariable, name, _in_ours(getattr(ConstDictVariable, name)))
 TensorVariable.method___setitem__ = _write_by_numbers(TensorVariable.method___setitem__)
 InvokeSubgraphHigherOrderVariable._call_function = _inline_region(InvokeSubgraphHigherOrderVariable._call_function)
 TorchInGraphFunctionVariable.call_function = _trace_gradients(TorchInGraphFunctionVariable.call_function)

@@ -460,36 +460,6 @@ def test_numpy_and_python_draw_by_seeds_of_their_own(draw, said, way):
     check(way, make, squares, X, "O0", **{"fallback": "transform"} if way == "step" else {})
 
 
-def kept(self):
-    if self.__dict__.get("noise") is None:
-        self.noise = torch.rand(4)
-    return self.noise
-
-
-def counted(self):
-    vars(self).update(calls=vars(self).get("calls", 0) + 1)
-    return self.calls
-
-
-def listed(self):
-    self.__dict__.setdefault("calls", []).append(1)
-    return len(self.calls)
-
-
-@table(2, "way, factor", [(way, factor) for factor in (kept, counted, listed) for way in ("step", "transform", "backend")])
-def test_what_a_forward_keeps_in_its_dictionary_is_there_in_the_next(way, factor):
-    check(way, lambda: Keeps(factor), squares, X, "O0")
-
-
-class Keeps(nn.Linear):
-    def __init__(self, factor):
-        super().__init__(4, 4)
-        self.factor = factor
-
-    def forward(self, x):
-        return super().forward(x) * self.factor(self)
-
-
 class Energy(nn.Module):
     derivative = hessian
 

@@ -240,11 +240,6 @@ def entries_in_front() -> bool:
     return is_stale(lambda m, x: m.layer(x), {}, {"layer": lambda m: m.other})
 
 
-@fault("`name in self.__dict__` is not guarded", ours="_torch_compilers.py _in_ours")
-def names_in_dict() -> bool:
-    return is_stale(lambda m, x: x * (2 if "late" in m.__dict__ else 3), {}, {"late": lambda m: 1})
-
-
 class Doubled(torch.autograd.Function):
     """The gradient is not that of its forward."""
 
