@@ -41,7 +41,7 @@ from torch._dynamo.exc import (
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
-from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
+from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
@@ -198,17 +198,6 @@ def refuse_checkpoints_of(is_random: Callable[[torch.fx.Node], bool]) -> context
     """
     return mock.patch.object(aot_checkpoints, "has_recomputable_rng_ops", lambda gm: any(
         is_random(node) for node in gm.graph.nodes if partitioners.must_recompute(node)))
-
-
-def guard_classes() -> contextlib.AbstractContextManager[Any]:
-    """Have Dynamo guard a class that it reads through a closure, as that of an `isinstance`: 2.13 does so of others alone.
-
-    The closure of a method holds the class that `super()` needs, and its source cannot always be evaluated.
-    """
-    def is_of_method(source: torch._guards.Source) -> bool:
-        return ".__func__.__closure__" in source.name
-
-    return mock.patch.object(builder, "is_from_closure_source", is_of_method, create=True)
 
 
 def explained_aliases() -> contextlib.AbstractContextManager[Any]:

@@ -196,19 +196,6 @@ FIRST, SECOND = Kind(), Kind()
 KINDS = {FIRST: 2.0, SECOND: 3.0}
 
 
-@fault("a class that is read through a closure is not guarded", ours="_torch_compilers.py guard_classes")
-def classes_in_closures() -> bool:
-    kinds, layer = {"doubled": nn.Linear}, nn.Linear(2, 2)
-
-    def forward(x):
-        return x * (2 if isinstance(layer, kinds["doubled"]) else 3)
-
-    run, x = compiled(lambda function, x: function(x), "eager"), torch.ones(2)
-    run(forward, x)
-    kinds["doubled"] = nn.Conv2d
-    return not torch.equal(run(forward, x), forward(x))
-
-
 @fault("what later calls of a nested_compile_region return has no history where the graph holds its backward",
        ours="_torch_compilers.py _inline_region")
 def histories_of_regions() -> bool:

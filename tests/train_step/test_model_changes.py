@@ -133,20 +133,6 @@ def test_another_object_in_the_place_of_a_global_one_is_seen():
         assert_same(step(x, y), F.mse_loss(expected, y).detach())
 
 
-def test_another_class_in_a_closure_is_seen():
-    kinds = {"doubled": nn.Tanh}
-
-    def objective(model, x):
-        return model(x).sum() * (2.0 if isinstance(model[1], kinds["doubled"]) else 1.0)
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), inner="eager")
-    x = torch.ones(1, 4)
-    doubled = step(x)
-    kinds["doubled"] = nn.ReLU
-    assert torch.equal(2 * step(x), doubled)
-
-
 @table(1, "options", [{}, {"objective": branching(F.mse_loss), "fallback": "transform"}], ids=["one graph", "in pieces"])
 def test_layers_that_are_frozen_and_unfrozen(options):
     step, reference = heads(**options), Eager(Heads())
