@@ -263,9 +263,10 @@ def traced_expression(expression: str) -> object | None:
 
 
 def guard_shared_objects() -> None:
-    """Have Dynamo guard that an object which it found by a local and by a global is one, which it leaves out (2.13).
+    """Have Dynamo guard an object which it found by a local and by a global, of which it leaves out that they are one (2.13).
 
-    `TABLE[self.kind]` would go on with the kind that was there first.
+    `TABLE[self.kind]` would go on with the kind that was there first. That a key of a dictionary is another object, too, is not
+    looked at in each call: so which object both are is.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import is_from_local_source
@@ -275,7 +276,10 @@ def guard_shared_objects() -> None:
         value = traced_value(source)
         first = output.side_effects[value].source if value in output.side_effects else None
         if first is not None and is_from_local_source(source) != is_from_local_source(first) and traced_value(first) is value:
-            install_guard(source.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=first)))
+            if isinstance(value, (torch.Tensor, torch.nn.Module)):
+                install_guard(source.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=first)))
+            else:
+                install_guard(*(each.make_guard(GuardBuilder.ID_MATCH) for each in (source, first)))
 
 
 def gradients_read() -> Iterator[tuple[torch.Tensor, str]]:
