@@ -604,10 +604,7 @@ def _trace_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
         if self.value not in (torch.autograd.grad, functorch_grad) or not _is_ours(innermost_backend(tx.output.compiler_fn)):
             return call(self, tx, args, kwargs)
         if self.value is torch.autograd.grad:
-            given = dict(zip(_PARAMETERS_OF_GRAD, args), **kwargs)
-            for name, each in ((name, given[name].realize()) for name in ("outputs", "inputs", "grad_outputs") if name in given):
-                if not (each.is_tensor() or each.is_python_constant() or isinstance(each, (BaseListVariable, ConstDictVariable))):
-                    given[name] = BuiltinVariable(tuple).call_function(tx, [each], {})
+            given = {name: _listed(tx, each) for name, each in {**dict(zip(_PARAMETERS_OF_GRAD, args)), **kwargs}.items()}
             args, kwargs = [given.pop(name) for name in ("outputs", "inputs") if name in given], given  # these by position
         with tx.output.shape_env.ignore_fresh_unbacked_symbols():
             return call(self, tx, args, kwargs)
@@ -615,18 +612,22 @@ def _trace_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
-_CONTAINERS = (list, dict, set, collections.deque)
+def _listed(tx: Any, given: VariableTracker) -> VariableTracker:
+    """Return what is given to a function as tensors, in a tuple where it is another iterable."""
+    given = given.realize()
+    is_taken = given.is_tensor() or given.is_python_constant() or isinstance(given, (BaseListVariable, ConstDictVariable))
+    return given if is_taken else BuiltinVariable(tuple).call_function(tx, [given], {})
 
 
 def _bind_containers(bind_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace functions of ours by the lists, dictionaries and sets that their closures and defaults hold.
+    """Trace functions of ours by the lists, dictionaries and sets that their closures hold.
 
-    Where a function is reached through an object that is made while it is traced, as a method of it, Dynamo (2.13) takes copies:
-    what is written to them is lost, without a word.
+    Where a function is reached through an object that is made while it is traced, as a method of it, Dynamo takes copies: what is
+    written to them is lost, without a word (pytorch#197896).
     """
     @functools.wraps(bind_args)
     def bind(self: UserFunctionVariable, tx: Any, *args: Any) -> Any:
-        if self.get_source() is not None or not any(isinstance(x, _CONTAINERS) for x in _held(self.fn)) \
+        if self.get_source() is not None or not any(map(_holds_container, self.fn.__closure__ or ())) \
                 or not _is_ours(innermost_backend(tx.output.compiler_fn)):
             return bind_args(self, tx, *args)
         source = GlobalSource(tx.output.install_global_by_id("apexfx_function", self.fn))
@@ -636,13 +637,8 @@ def _bind_containers(bind_args: Callable[..., Any]) -> Callable[..., Any]:
     return bind
 
 
-def _held(function: types.FunctionType) -> Iterator[Any]:
-    """Yield what the closure and the defaults of a function hold."""
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty
-            yield cell.cell_contents
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
+def _holds_container(cell: types.CellType) -> bool:
+    return cell != types.CellType() and isinstance(cell.cell_contents, (list, dict, set, collections.deque))
 
 
 _HEADER = re.compile(r"^[ \t]*#[ \t]*(?:include|define PY_SSIZE_T_CLEAN)\b.*$", re.MULTILINE)

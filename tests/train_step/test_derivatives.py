@@ -130,11 +130,8 @@ SPELLINGS = {
     "a generator": lambda loss, m: torch.autograd.grad(loss, m.parameters(), create_graph=True),
     "by keyword": lambda loss, m: torch.autograd.grad(outputs=loss, inputs=m.parameters(), create_graph=True),
     "a ParameterList": lambda loss, m: torch.autograd.grad(loss, m.kept, create_graph=True),
-    "values of a dictionary": lambda loss, m: torch.autograd.grad(loss, dict(m.named_parameters()).values(), create_graph=True),
     "a dictionary": lambda loss, m: torch.autograd.grad(loss, dict(m.named_parameters()), create_graph=True).values(),
-    "some of them": lambda loss, m: torch.autograd.grad(loss, filter(lambda p: p.dim() > 1, m.parameters()), create_graph=True),
     "a tensor": lambda loss, m: torch.autograd.grad(loss, m.weight, create_graph=True),
-    "several losses": lambda loss, m: torch.autograd.grad((loss * k for k in (1, 2)), [*m.parameters()], create_graph=True),
     "what they are weighed by": lambda loss, m: torch.autograd.grad(
         [loss, loss], iter(m.parameters()), (torch.full_like(loss, k) for k in (1, 2)), True, True),
 }
