@@ -263,29 +263,12 @@ def _taken_from(node: Any, stop: Collection[fx.Node] = ()) -> set[fx.Node]:
     return found
 
 
-def resolve_negated_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any],
-                           compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Negate what `z.conj().imag` leaves to be negated where it is read: code of Inductor's (2.13) reads memory as it is.
-
-    Raises:
-        ValueError: the graph writes, or returns, memory of such an input.
-    """
-    negated = {place for place, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()}
-    if not negated:  # Dynamo compiles another graph for them
-        return compiled
-    nodes = gm.graph.find_nodes(op="placeholder")
-    touched = written_storages(gm) | storages([value(node) for node in gm.graph.output_node().all_input_nodes])
-    for place in negated:
-        if storages(value(nodes[place])) & touched:
-            raise ValueError(f"apexfx: {nodes[place].meta[NAME]!r} is to be negated when it is read, as z.conj().imag is, and "
-                             "the forward writes it, or returns a view of it, which Inductor does in its memory as it is; "
-                             "give x.resolve_neg(), or use inner='eager'")
-
-    def run(*args: Any) -> Any:  # in their strides, which the code expects
-        return compiled(*(arg.new_empty_strided(arg.size(), arg.stride()).copy_(arg) if place in negated else arg
-                          for place, arg in enumerate(args)))
-
-    return run
+def check_not_negated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Refuse what `z.conj().imag` leaves to be negated where it is read: code of Inductor's (2.13) reads memory as it is."""
+    for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):  # Dynamo compiles another graph for it
+        if isinstance(x, Tensor) and x.is_neg():
+            raise ValueError(f"apexfx: {node.meta[NAME]!r} is to be negated when it is read, as z.conj().imag is, and code of "
+                             "Inductor's reads its memory as it is; give x.resolve_neg(), or use inner='eager'")
 
 
 def keep_keywords(gm: fx.GraphModule) -> None:
