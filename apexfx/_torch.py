@@ -302,20 +302,16 @@ def traced_constants() -> list[object]:
     return [guard.originating_source for guard in guards if guard.create_fn_name() == "CONSTANT_MATCH"]
 
 
-def traced_random_objects() -> list[str]:
-    """Return where Dynamo found the `random.Random` objects that the frame which it is compiling draws from."""
-    translator = current_translator()
-    held = translator.output.side_effects.id_to_variable.values() if translator is not None else ()
-    return [each.source.name for each in held if type(each).__name__ == "RandomVariable" and each.source is not None]
+def traced_objects(kind: str, *, changed: bool = False) -> list[str]:
+    """Return where Dynamo found objects, by the class of its variables that it holds them as, for the frame that it is compiling.
 
-
-def bounded_deques_changed() -> list[str]:
-    """Return where the deques with a `maxlen`, which Dynamo does not know, are that the frame which it is compiling changes."""
+    Args:
+        changed: those alone that the frame changes.
+    """
     translator = current_translator()
     effects = translator.output.side_effects if translator is not None else None
     return [each.source.name for each in (effects.id_to_variable.values() if effects is not None else ())
-            if type(each).__name__ == "DequeVariable" and each.source is not None and effects.is_modified(each)
-            and getattr(traced_value(each.source), "maxlen", None) is not None]
+            if type(each).__name__ == kind and each.source is not None and (not changed or effects.is_modified(each))]
 
 
 def replaced_sources() -> set[str]:
