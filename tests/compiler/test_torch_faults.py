@@ -42,6 +42,7 @@ class Fault:
     Attributes:
         what: is wrong.
         issues: of pytorch/pytorch, or pull requests, by number.
+        met: who met it, where no issue says so: programs, or users.
         gone: the first minor version of torch without it; "" for none yet.
         ours: what there is here because of it.
         is_there: a program on plain torch; returns whether it is wrong.
@@ -50,15 +51,16 @@ class Fault:
 
     what: str
     issues: tuple[int, ...]
+    met: str
     gone: str
     ours: str
     is_there: Callable[[], bool]
     slow: bool
 
 
-def fault(what: str, *issues: int, ours: str, gone: str = "", slow: bool = False) -> Callable[..., Any]:
+def fault(what: str, *issues: int, ours: str, met: str = "", gone: str = "", slow: bool = False) -> Callable[..., Any]:
     def register(is_there: Callable[[], bool]) -> Callable[[], bool]:
-        ROWS.append(Fault(what, issues, gone, ours, is_there, slow))
+        ROWS.append(Fault(what, issues, met, gone, ours, is_there, slow))
         return is_there
 
     return register
@@ -131,13 +133,15 @@ def own_random_objects() -> bool:
 
 
 @fault("an index that is a tensor of no dimension is a number that no graph knows", gone="2.14", slow=True,
+       met="diffusion by one time step, a bank of features",
        ours="_torch_compilers.py _select_numbers, _read_by_numbers, _write_by_numbers")
 def indices_of_no_dimension() -> bool:
     return "data-dependent" in unpatched("torch.compile(lambda bank, k: bank[k] * 1, backend='aot_eager', fullgraph=True)("
                                          "torch.ones(5, 4), torch.tensor(2))")
 
 
-@fault("a deque grows beyond its maxlen while it is captured", ours="compiler/refusals.py check_python_objects")
+@fault("a deque grows beyond its maxlen while it is captured",
+       met="nobody: refused in four lines, as it would be wrong without a word", ours="compiler/refusals.py check_python_objects")
 def bounded_deques() -> bool:
     def forward(m, x):
         m.seen.append(x * 1)
@@ -162,7 +166,7 @@ def lists_in_closures() -> bool:
 
 
 @fault("torch.autograd.grad takes no generator, and no rows that its backward alone counts",
-       ours="_torch_compilers.py _trace_gradients")
+       met="MAML over model.parameters(), the mask tokens of BERT, wav2vec2 and MAE", ours="_torch_compilers.py _trace_gradients")
 def derivatives_that_are_not_captured() -> bool:
     def by_generator(w):
         return torch.autograd.grad(w.sum(), iter([w]))
@@ -182,7 +186,8 @@ def derivatives_that_are_not_captured() -> bool:
     return fails == 2
 
 
-@fault("an object that is found by a local and by a global is not guarded to be one", ours="_torch.py guard_shared_objects")
+@fault("an object that is found by a local and by a global is not guarded to be one",
+       met="models with an Enum for a mode", ours="_torch.py guard_shared_objects")
 def shared_objects() -> bool:
     return is_stale(lambda m, x: x * KINDS[m.kind], {"kind": lambda m: FIRST}, {"kind": lambda m: SECOND})
 
@@ -243,12 +248,14 @@ def functions_under_transforms() -> bool:
     return differ(torch.func.grad(lambda x: Doubled.apply(x).sum()), lambda: (torch.ones(2),), "eager")
 
 
-@fault("a batch norm of momentum=None reads its counter on the host", ours="compiler/dynamo_batch_norm.py, its half of momentum")
+@fault("a batch norm of momentum=None reads its counter on the host",
+       met="torch.optim.swa_utils.update_bn", ours="compiler/dynamo_batch_norm.py, its half of momentum")
 def cumulative_batch_norm() -> bool:
     return raises("data-dependent", lambda: compiled(nn.BatchNorm1d(2, momentum=None), "eager")(torch.randn(3, 2)))
 
 
-@fault("a GRU is captured step by step", ours="compiler/dynamo_layers.py and ops/recurrent.py, but for LSTM")
+@fault("a GRU is captured step by step",
+       met="speech, trajectories", ours="compiler/dynamo_layers.py and ops/recurrent.py, but for LSTM")
 def unrolled_gru() -> bool:
     nodes = []
 
@@ -263,7 +270,7 @@ def unrolled_gru() -> bool:
 
 
 @fault("a float that one capture made a constant is one in later captures of other functions, too",
-       ours="_torch_compilers.py forget_specialized_floats")
+       met="temperatures that are annealed, of two models in a process", ours="_torch_compilers.py forget_specialized_floats")
 def constants_of_another_function() -> bool:
     def graphs_of(function: Callable[..., Any]) -> int:
         before = counters["stats"]["unique_graphs"]
@@ -288,7 +295,8 @@ def kept_floats() -> bool:
     return [run(torch.ones(())).item() for _ in range(5)] != [1.25, 1.5, 1.75, 2.0, 2.25]
 
 
-@fault("a collective that eager does not differentiate is differentiated", ours="_torch.py is_remapped_collective")
+@fault("a collective that eager does not differentiate is differentiated",
+       met="Barlow Twins over ranks", ours="_torch.py is_remapped_collective")
 def differentiated_collectives() -> bool:
     def gathered(x):
         out = [torch.zeros(2), torch.zeros(2)]
@@ -301,7 +309,7 @@ def differentiated_collectives() -> bool:
 
 
 @fault("a forward derivative that is not captured switches autograd off once its frames are closed", gone="2.14", slow=True,
-       ours="_torch.py close_frames")
+       met="a notebook with a jvp through a layer norm", ours="_torch.py close_frames")
 def autograd_off_behind_frames() -> bool:
     return unpatched("import gc\n"
                      "w = torch.ones(2, requires_grad=True)\n"
@@ -317,7 +325,8 @@ def autograd_off_behind_frames() -> bool:
 # ---- AOTAutograd: what is lost ----------------------------------------------------------------------------------------------
 
 
-@fault("what is written into a 0-dim float64 input is lost", gone="2.14", ours="compiler/torch_faults.py _keep_scalar_writes, "
+@fault("what is written into a 0-dim float64 input is lost", gone="2.14",
+       met="RunningMeanStd of reinforcement learning, whose count is one", ours="compiler/torch_faults.py _keep_scalar_writes, "
        "_torch_compilers.py without_tensorify")
 def scalar_writes() -> bool:
     def forward(t, x):
@@ -368,7 +377,7 @@ def lstm_of_one_dnn() -> bool:
 
 
 @fault("attention that drops nothing is refused in a checkpoint of a graph that holds its backward",
-       gone="2.14", ours="_torch_compilers.py refuse_checkpoints_of")
+       gone="2.14", met="transformers whose blocks are checkpointed", ours="_torch_compilers.py refuse_checkpoints_of")
 def checkpointed_attention() -> bool:
     def gradient(x):
         out = checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=False)
@@ -379,7 +388,7 @@ def checkpointed_attention() -> bool:
 
 
 @fault("the result of a batch norm of another layout is laid out otherwise than its fake one",
-       ours="compiler/inner_compilers.py copy_where_no_view_is")
+       met="point clouds", ours="compiler/inner_compilers.py copy_where_no_view_is")
 def layout_of_batch_norm() -> bool:
     def forward(x, w):
         return F.linear(F.batch_norm(x.mT, None, None, training=True).mT, w).view(3, 6, 2, 4)
@@ -389,7 +398,8 @@ def layout_of_batch_norm() -> bool:
     return raises("view size is not compatible", lambda: compiled(forward)(*args))
 
 
-@fault("the result of an op of several that nothing reads is taken for one tensor", ours="compiler/inner_compilers.py _partition")
+@fault("the result of an op of several that nothing reads is taken for one tensor",
+       met="an auxiliary head behind a dropout, which a forward leaves out", ours="compiler/inner_compilers.py _partition")
 def unread_results() -> bool:
     def forward(x):
         F.dropout(x, 0.5)
@@ -461,19 +471,20 @@ def fused_sgd_of_halves() -> bool:
     return not torch.equal(updated(fused=True), updated(fused=False))
 
 
-@fault("avg_pool3d has no half kernel on the CPU", ours='precision/rules.py, "pooling"')
+@fault("avg_pool3d has no half kernel on the CPU", met="video models", ours='precision/rules.py, "pooling"')
 def half_avg_pool3d() -> bool:
     return raises("not implemented", lambda: F.avg_pool3d(torch.ones(1, 1, 2, 2, 2, dtype=torch.bfloat16), 2))
 
 
-@fault("nn.SyncBatchNorm refuses tensors of the CPU", ours="compiler/dynamo_batch_norm.py SyncBatchNorm, on the CPU alone")
+@fault("nn.SyncBatchNorm refuses tensors of the CPU",
+       met="ranks without a GPU", ours="compiler/dynamo_batch_norm.py SyncBatchNorm, on the CPU alone")
 def synchronized_batch_norm_on_the_cpu() -> bool:
     with fake_process_group(2):
         return raises("expected input tensor to be on GPU", lambda: nn.SyncBatchNorm(2)(torch.randn(3, 2)))
 
 
 @fault("an input that is returned takes the place of another output, where one that requires a gradient is written",
-       ours="compiler/torch_faults.py leave_out_written_inputs")
+       met="nn.ReLU(inplace=True) behind a graph break", ours="compiler/torch_faults.py leave_out_written_inputs")
 def returned_inputs() -> bool:
     def forward(x, buffer):
         x.relu_()
@@ -543,7 +554,8 @@ def rows_written_over_others() -> bool:
     return raises("KeyError", lambda: compiled(masked, "inductor")(torch.randn(8, 8)))
 
 
-@fault("a write by a mask behind one by rows is done in front of it", slow=True, ours="_torch_compilers.py keep_written_values")
+@fault("a write by a mask behind one by rows is done in front of it", slow=True,
+       met="generated programs", ours="_torch_compilers.py keep_written_values")
 def rows_then_a_mask() -> bool:
     def written(x, rows, mask):
         h = x * 2
@@ -617,13 +629,15 @@ def negated_inputs() -> bool:
     return differ(lambda x: x * 2, lambda: (torch.complex(torch.ones(2), torch.ones(2)).conj().imag,), "inductor")
 
 
-@fault("rows that torch.randperm(n) takes", gone="2.14", slow=True, ours="compiler/rewritten_graph.py _explained, its randperm")
+@fault("rows that torch.randperm(n) takes", gone="2.14", slow=True,
+       met="mixup", ours="compiler/rewritten_graph.py _explained, its randperm")
 def permuted_rows() -> bool:
     permuted = compiled(lambda x: x[torch.randperm(len(x))], "inductor")
     return raises("argname=slice_shape", lambda: permuted(torch.randn(8, 3)))
 
 
-@fault("two gradients that are equal are one memory", slow=True, ours="train_step/state.py _unshared")
+@fault("two gradients that are equal are one memory", slow=True,
+       met="the two biases of a recurrent cell", ours="train_step/state.py _unshared")
 def equal_gradients() -> bool:
     def gradients(one, other):
         return torch.autograd.grad((one + other).sum(), (one, other))
@@ -634,7 +648,7 @@ def equal_gradients() -> bool:
 
 
 @fault("the gradient of a slice whose length is read from data is not lowered", gone="2.14", slow=True,
-       ours="compiler/lowerings.py _slice_scatter")
+       met="batches cut to their longest row", ours="compiler/lowerings.py _slice_scatter")
 def slices_by_data() -> bool:
     return "Could not guard on data-dependent" in unpatched(
         "gradient = lambda x, n: torch.autograd.grad(x[:, :n.max().item()].square().mean(), x)\n"
@@ -643,7 +657,7 @@ def slices_by_data() -> bool:
 
 
 @fault("tangents that are zero are made by a call that gives them no memory", gone="2.14", slow=True,
-       ours="compiler/lowerings.py _efficientzerotensor")
+       met="MeanFlow", ours="compiler/lowerings.py _efficientzerotensor")
 def zero_tangents() -> bool:
     return "aten._efficientzerotensor.default(" in unpatched(
         "from torch._inductor.utils import run_and_get_code\n"
@@ -670,9 +684,10 @@ def test_the_fault_is_where_it_is_said_to_be(row):
                                 f"and {row.ours}")
 
 
-def test_what_is_to_go_is_there():
+def test_a_row_says_who_met_it_and_what_is_to_go_is_there():
     package = Path(apexfx.__file__).parent
     for row in ROWS:
+        assert row.issues or row.met, row.what
         files = re.findall(r"\S+\.(?:py|md)", row.ours)
         text = "".join((package.parent if file.startswith("docs/") else package).joinpath(file).read_text() for file in files)
         names = re.findall(r"\b[a-z]*(?:_[a-zA-Z]+)+\b", re.sub(r"\S+\.(?:py|md)", "", row.ours))
