@@ -585,6 +585,15 @@ def copied_before_a_write() -> bool:
                   "inductor")
 
 
+@fault("what is copied later of a list is computed from what is written by then", slow=True,
+       met="torch.optim.Adam(amsgrad=True)", ours="compiler/torch_faults.py copy_one_by_one")
+def copies_of_a_list() -> bool:
+    def copied(a, b):
+        torch._foreach_copy_([a, b], [a * 2, a * 3])
+
+    return differ(copied, lambda: (torch.ones(2), torch.ones(2)), "inductor")
+
+
 @fault("alpha is dropped where a product of matrices is added", 167313, slow=True, ours="compiler/torch_faults.py keep_keywords")
 def alpha_of_an_added_product() -> bool:
     def added(x, a, b):
