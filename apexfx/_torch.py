@@ -279,9 +279,10 @@ def with_closures_named(text: str) -> str:
 
 
 def guard_shared_objects() -> None:
-    """Have Dynamo guard that an object which it found by a local and by a global is one, which it leaves out (2.13).
+    """Have Dynamo guard an object which it found by a local and by a global, of which it leaves out that they are one (2.13).
 
-    `TABLE[self.kind]` would go on with the kind that was there first.
+    `TABLE[self.kind]` would go on with the kind that was there first. That a key of a dictionary is another object, too, is not
+    looked at in each call: so which object both are is.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import is_from_local_source
@@ -291,7 +292,10 @@ def guard_shared_objects() -> None:
         value = traced_value(source)
         first = output.side_effects[value].source if value in output.side_effects else None
         if first is not None and is_from_local_source(source) != is_from_local_source(first) and traced_value(first) is value:
-            install_guard(source.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=first)))
+            if isinstance(value, (torch.Tensor, torch.nn.Module)):
+                install_guard(source.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=first)))
+            else:
+                install_guard(*(each.make_guard(GuardBuilder.ID_MATCH) for each in (source, first)))
 
 
 def gradients_read() -> Iterator[tuple[torch.Tensor, str]]:
@@ -314,20 +318,16 @@ def traced_constants() -> list[object]:
     return [guard.originating_source for guard in guards if guard.create_fn_name() == "CONSTANT_MATCH"]
 
 
-def traced_random_objects() -> list[str]:
-    """Return where Dynamo found the `random.Random` objects that the frame which it is compiling draws from."""
-    translator = current_translator()
-    held = translator.output.side_effects.id_to_variable.values() if translator is not None else ()
-    return [each.source.name for each in held if type(each).__name__ == "RandomVariable" and each.source is not None]
+def traced_objects(kind: str, *, changed: bool = False) -> list[str]:
+    """Return where Dynamo found objects, by the class of its variables that it holds them as, for the frame that it is compiling.
 
-
-def bounded_deques_changed() -> list[str]:
-    """Return where the deques with a `maxlen`, which Dynamo does not know, are that the frame which it is compiling changes."""
+    Args:
+        changed: those alone that the frame changes.
+    """
     translator = current_translator()
     effects = translator.output.side_effects if translator is not None else None
     return [each.source.name for each in (effects.id_to_variable.values() if effects is not None else ())
-            if type(each).__name__ == "DequeVariable" and each.source is not None and effects.is_modified(each)
-            and getattr(traced_value(each.source), "maxlen", None) is not None]
+            if type(each).__name__ == kind and each.source is not None and (not changed or effects.is_modified(each))]
 
 
 def replaced_sources() -> set[str]:

@@ -41,9 +41,9 @@ from torch._dynamo.exc import (
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable, builder
+from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import InvokeSubgraphHigherOrderVariable
 from torch._dynamo.variables.lists import BaseListVariable
@@ -214,17 +214,6 @@ def refuse_checkpoints_of(is_random: Callable[[torch.fx.Node], bool]) -> context
     """
     return mock.patch.object(aot_checkpoints, "has_recomputable_rng_ops", lambda gm: any(
         is_random(node) for node in gm.graph.nodes if partitioners.must_recompute(node)))
-
-
-def guard_classes() -> contextlib.AbstractContextManager[Any]:
-    """Have Dynamo guard a class that it reads through a closure, as that of an `isinstance`: 2.13 does so of others alone.
-
-    The closure of a method holds the class that `super()` needs, and its source cannot always be evaluated.
-    """
-    def is_of_method(source: torch._guards.Source) -> bool:
-        return ".__func__.__closure__" in source.name
-
-    return mock.patch.object(builder, "is_from_closure_source", is_of_method, create=True)
 
 
 def explained_aliases() -> contextlib.AbstractContextManager[Any]:
@@ -501,29 +490,6 @@ def _write_by_numbers(trace: Callable[..., Any]) -> Callable[..., Any]:
     return trace_write
 
 
-def _in_ours(install: Callable[..., None]) -> Callable[..., None]:
-    """Return what installs a guard of an object's `__dict__` in graphs of ours: Dynamo (2.13) has none."""
-    @functools.wraps(install)
-    def install_guard(self: ConstDictVariable, *args: Any) -> None:
-        translator = current_translator()
-        if translator is not None and _is_ours(innermost_backend(translator.output.compiler_fn)):
-            install(self, *args)
-
-    return install_guard
-
-
-def _compare_sizes(op: Callable[[Any, Any], bool]) -> Callable[..., VariableTracker]:
-    """Return what traces `is`, or `is not`, of what a size makes: a guard holds it, where the other is of its type."""
-
-    def trace(tx: Any, left: VariableTracker, right: VariableTracker) -> VariableTracker:
-        if left.python_type() is right.python_type():
-            left, right = (ConstantVariable.create(each.evaluate_expr()) if isinstance(each, SymNodeVariable) else each
-                           for each in (left, right))
-        return ConstantVariable.create(op(_constant(left), _constant(right)))
-
-    return trace
-
-
 def refuse_double_backward(outputs: Sequence[Any], message: str) -> None:
     """Have a graph that has run raise `message`, in the place of AOTAutograd's words, where its backward is differentiated."""
     nodes = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
@@ -663,10 +629,7 @@ def _trace_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
         if self.value not in (torch.autograd.grad, functorch_grad) or not _is_ours(innermost_backend(tx.output.compiler_fn)):
             return call(self, tx, args, kwargs)
         if self.value is torch.autograd.grad:
-            given = dict(zip(_PARAMETERS_OF_GRAD, args), **kwargs)
-            for name, each in ((name, given[name].realize()) for name in ("outputs", "inputs", "grad_outputs") if name in given):
-                if not (each.is_tensor() or each.is_python_constant() or isinstance(each, (BaseListVariable, ConstDictVariable))):
-                    given[name] = BuiltinVariable(tuple).call_function(tx, [each], {})
+            given = {name: _listed(tx, each) for name, each in {**dict(zip(_PARAMETERS_OF_GRAD, args)), **kwargs}.items()}
             args, kwargs = [given.pop(name) for name in ("outputs", "inputs") if name in given], given  # these by position
         with tx.output.shape_env.ignore_fresh_unbacked_symbols():
             return call(self, tx, args, kwargs)
@@ -674,18 +637,22 @@ def _trace_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
-_CONTAINERS = (list, dict, set, collections.deque)
+def _listed(tx: Any, given: VariableTracker) -> VariableTracker:
+    """Return what is given to a function as tensors, in a tuple where it is another iterable."""
+    given = given.realize()
+    is_taken = given.is_tensor() or given.is_python_constant() or isinstance(given, (BaseListVariable, ConstDictVariable))
+    return given if is_taken else BuiltinVariable(tuple).call_function(tx, [given], {})
 
 
 def _bind_containers(bind_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace functions of ours by the lists, dictionaries and sets that their closures and defaults hold.
+    """Trace functions of ours by the lists, dictionaries and sets that their closures hold.
 
-    Where a function is reached through an object that is made while it is traced, as a method of it, Dynamo (2.13) takes copies:
-    what is written to them is lost, without a word.
+    Where a function is reached through an object that is made while it is traced, as a method of it, Dynamo takes copies: what is
+    written to them is lost, without a word (pytorch#197896).
     """
     @functools.wraps(bind_args)
     def bind(self: UserFunctionVariable, tx: Any, *args: Any) -> Any:
-        if self.get_source() is not None or not any(isinstance(x, _CONTAINERS) for x in _held(self.fn)) \
+        if self.get_source() is not None or not any(map(_holds_container, self.fn.__closure__ or ())) \
                 or not _is_ours(innermost_backend(tx.output.compiler_fn)):
             return bind_args(self, tx, *args)
         source = GlobalSource(tx.output.install_global_by_id("apexfx_function", self.fn))
@@ -695,13 +662,8 @@ def _bind_containers(bind_args: Callable[..., Any]) -> Callable[..., Any]:
     return bind
 
 
-def _held(function: types.FunctionType) -> Iterator[Any]:
-    """Yield what the closure and the defaults of a function hold."""
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty
-            yield cell.cell_contents
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
+def _holds_container(cell: types.CellType) -> bool:
+    return cell != types.CellType() and isinstance(cell.cell_contents, (list, dict, set, collections.deque))
 
 
 _HEADER = re.compile(r"^[ \t]*#[ \t]*(?:include|define PY_SSIZE_T_CLEAN)\b.*$", re.MULTILINE)
@@ -711,12 +673,7 @@ for function in in_graphs:
     torch.compiler.allow_in_graph(function)
 BuiltinVariable._handle_insert_op_in_graph = _read_by_numbers(BuiltinVariable._handle_insert_op_in_graph)
 BuiltinVariable.call_function_handler_cache.clear()  # it holds what was there before
-for name in ("install_dict_keys_match_guard", "install_dict_contains_guard"):
-    setattr(DunderDictVariable, name, _in_ours(getattr(ConstDictVariable, name)))
 TensorVariable.method___setitem__ = _write_by_numbers(TensorVariable.method___setitem__)
-for op in (operator.is_, operator.is_not):  # in front of what takes every constant for None
-    BuiltinVariable._binop_handlers()[op][:0] = [(types, _compare_sizes(op)) for types in (
-        (SymNodeVariable, ConstantVariable), (ConstantVariable, SymNodeVariable), (SymNodeVariable, SymNodeVariable))]
 InvokeSubgraphHigherOrderVariable._call_function = _inline_region(InvokeSubgraphHigherOrderVariable._call_function)
 TorchInGraphFunctionVariable.call_function = _trace_gradients(TorchInGraphFunctionVariable.call_function)
 UserFunctionVariable.bind_args = _bind_containers(UserFunctionVariable.bind_args)

@@ -43,6 +43,7 @@ _OPTIONS_OF_STEP = {**_OPTIONS, "reorder_for_locality": False}
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:
+    torch_faults.check_not_negated(gm, example_inputs)
     lowerings.register()
     # Ranks wait for the code of one where all get the same, and Inductor, which may be set to compare them, talks to none.
     is_shared = not (patches or changed_inductor_settings()) and not any(
@@ -61,7 +62,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
         if not all(backward.knows(code, is_backward=bool(code.fx_kwargs.get("is_backward"))) for code in of_cache):
             with without_autograd_cache():  # which has no graph
                 compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
-    return torch_faults.resolve_negated_inputs(gm, example_inputs, compiled)
+    return compiled
 
 
 def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:

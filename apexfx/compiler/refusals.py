@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from .._torch import (
     FakeTensor,
     active_ddp_module,
-    bounded_deques_changed,
     fsdp_managed,
     functorch_is_active,
     global_module_hooks,
@@ -23,7 +22,8 @@ from .._torch import (
     is_dtensor,
     is_fsdp_source,
     is_traceable_wrapper_subclass,
-    traced_random_objects,
+    traced_expression,
+    traced_objects,
     under_fully_shard,
 )
 from ..graph.inputs import Placeholder
@@ -69,10 +69,11 @@ def check_python_objects() -> None:
     """Refuse a program that draws from a `random.Random` of its own, which Dynamo does once, and the graph holds that number, and
     one that changes a deque with a `maxlen`, which Dynamo lets grow beyond it while it traces.
     """
-    for source in bounded_deques_changed():
-        raise ValueError(f"apexfx: {_plain(source)} is a deque with a maxlen, which torch.compile does not heed; keep what it "
-                         "holds in a buffer, or append to it outside of the model and the loss")
-    for source in traced_random_objects():
+    for source in traced_objects("DequeVariable", changed=True):
+        if getattr(traced_expression(source), "maxlen", None) is not None:
+            raise ValueError(f"apexfx: {_plain(source)} is a deque with a maxlen, which graphs do not heed; append to it outside "
+                             "of the model and the loss")
+    for source in traced_objects("RandomVariable"):
         raise ValueError(f"apexfx: {_plain(source)} is a random.Random, and a number that the forward draws from it would be the "
                          "same in every call; draw by torch, or outside and give the number as a tensor")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import dynamo_source
+from .._torch import dynamo_source, tree_leaves
 from .._torch_compilers import (
     CustomGraphPass,
     forget_specialized_floats,
@@ -33,6 +33,7 @@ from .capture import records_gradients
 
 aten = torch.ops.aten
 
+_WRONG_OF_COMPLEX = ("linalg_pinv", "pinverse", "linalg_polar", "linalg_matrix_sqrth")
 _COMPARISONS = (aten.eq.Tensor, aten.ne.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor)
 # Ops whose results have elements of their inputs, but for sign and rounding: views, casts, and what selects.
 _AS_THEY_ARE = frozenset((
@@ -86,8 +87,8 @@ def check_lowered_rightly(gm: fx.GraphModule) -> None:
         _check_dropouts(body)
     windows: set[fx.Node] = set()  # what lies in memory that is seen through windows with gaps
     for node in (node for body in bodies(gm) for node in body.graph.nodes):
-        if node.op == "call_method" and node.target == "unfold" and len(node.args) == 4 and node.args[3] > node.args[2] \
-                or windows.intersection(node.all_input_nodes) and storages(value(node)) & storages([*map(value, windows)]):
+        if _has_gaps(node) or windows.intersection(node.all_input_nodes) and storages(value(node)) & storages(
+                [*map(value, windows)]):
             windows.add(node)
         if isinstance(value(node), Tensor) and value(node).is_nested:
             raise ValueError(f"apexfx: {source_line(node)} works on a nested tensor, whose rows no pass can look into; pad them "
@@ -95,11 +96,18 @@ def check_lowered_rightly(gm: fx.GraphModule) -> None:
         if windows and windows.intersection(written(node)):
             raise ValueError(f"apexfx: {source_line(node)} writes through x.unfold(dimension, size, step) whose step is beyond "
                              "its size, and compilers of torch set what lies in the gaps to 0; write x[..., start::step]")
-        if node.op in ("call_function", "call_method") and canonical_name(node.target) in ("linalg_pinv", "pinverse") \
-                and value(node).is_complex():
-            raise ValueError(f"apexfx: {source_line(node)} calls torch.linalg.pinv of a complex matrix, which compilers of torch "
-                             "compute wrongly; call it outside of the model, or write torch.linalg.solve(a.mH @ a, a.mH) for an "
-                             "a of full column rank")
+        if node.op in ("call_function", "call_method") and (name := canonical_name(node.target)) in _WRONG_OF_COMPLEX \
+                and any(tensor.is_complex() for tensor in tree_leaves(value(node))):
+            raise ValueError(f"apexfx: {source_line(node)} calls {name} of a complex matrix, which compilers of torch compute "
+                             "wrongly; call it outside of the model, or write torch.linalg.solve(a.mH @ a, a.mH) in the place of "
+                             "pinv(a), for an a of full column rank")
+
+
+def _has_gaps(node: fx.Node) -> bool:
+    if node.op != "call_method" or node.target != "unfold":
+        return False
+    size, step = (*node.args[2:], *(node.kwargs[name] for name in ("size", "step") if name in node.kwargs))
+    return step > size
 
 
 def _check_functions(gm: fx.GraphModule) -> None:
@@ -280,29 +288,12 @@ def _taken_from(node: Any, stop: Collection[fx.Node] = ()) -> set[fx.Node]:
     return found
 
 
-def resolve_negated_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any],
-                           compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Negate what `z.conj().imag` leaves to be negated where it is read: code of Inductor's (2.13) reads memory as it is.
-
-    Raises:
-        ValueError: the graph writes, or returns, memory of such an input.
-    """
-    negated = {place for place, x in enumerate(example_inputs) if isinstance(x, Tensor) and x.is_neg()}
-    if not negated:  # Dynamo compiles another graph for them
-        return compiled
-    nodes = gm.graph.find_nodes(op="placeholder")
-    touched = written_storages(gm) | storages([value(node) for node in gm.graph.output_node().all_input_nodes])
-    for place in negated:
-        if storages(value(nodes[place])) & touched:
-            raise ValueError(f"apexfx: {nodes[place].meta[NAME]!r} is to be negated when it is read, as z.conj().imag is, and "
-                             "the forward writes it, or returns a view of it, which Inductor does in its memory as it is; "
-                             "give x.resolve_neg(), or use inner='eager'")
-
-    def run(*args: Any) -> Any:  # in their strides, which the code expects
-        return compiled(*(arg.new_empty_strided(arg.size(), arg.stride()).copy_(arg) if place in negated else arg
-                          for place, arg in enumerate(args)))
-
-    return run
+def check_not_negated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Refuse what `z.conj().imag` leaves to be negated where it is read: code of Inductor's (2.13) reads memory as it is."""
+    for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):  # Dynamo compiles another graph for it
+        if isinstance(x, Tensor) and x.is_neg():
+            raise ValueError(f"apexfx: {node.meta[NAME]!r} is to be negated when it is read, as z.conj().imag is, and code of "
+                             "Inductor's reads its memory as it is; give x.resolve_neg(), or use inner='eager'")
 
 
 def keep_keywords(gm: fx.GraphModule) -> None:

@@ -1,8 +1,8 @@
 """Losses that hold derivatives: what torch differentiates wrongly without a word is refused, or composed of what it does not.
 
 torch's second derivatives of batch, layer and instance norm take the statistics for constants, so a third one, by a parameter
-through two inner ones, is wrong (2.14 refuses that of a batch or instance norm). Group norm's are composed of ops that have every
-derivative.
+through two inner ones, is wrong (2.14 refuses that of a batch or instance norm), and so is the gradient of a forward one. Group
+norm's are composed of ops that have every derivative.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..graph.op_names import canonical_name
 
 _WRONG_AT_THIRD_ORDER = ("layer_norm", "batch_norm", "instance_norm")
 REFUSED_AT_THIRD_ORDER = "batch_norm does not support 3rd+ order derivatives"
-_WRONG_BEHIND_JVP = ("det", "linalg_det", "linalg_solve", "linalg_solve_ex", "linalg_tensorsolve", "linalg_householder_product")
+_WRONG_BEHIND_JVP = ("det", "linalg_det", "slogdet", "linalg_slogdet", "logdet", "linalg_eigh", "linalg_solve", "linalg_solve_ex",
+                     "linalg_tensorsolve", "linalg_householder_product")
 
 
 def check_functions(gm: fx.GraphModule) -> None:
@@ -34,38 +35,39 @@ def check_functions(gm: fx.GraphModule) -> None:
         if any(isinstance(x, Tensor) and x.requires_grad and x.is_leaf and id(x) not in inputs for x in results):
             raise ValueError(f"apexfx: at {source_line(node)}, {op_name(node)} is captured without the gradients of what it is "
                              "given; call the function itself")
-    called = {node: canonical_name(node.target) for body in bodies(gm) for node in body.graph.nodes if node.op == "call_function"}
-    forward = "_make_dual" in called.values()
+    called = _called(gm)
     for node, name in called.items():
         if name == "autograd_function_apply" and _inner_derivatives(gm):
             raise ValueError(f"apexfx: the loss holds a derivative, and {source_line(node)} calls a torch.autograd.Function, "
                              "whose own backward a graph does not differentiate; write it of ops that have derivatives")
-        if name in _WRONG_BEHIND_JVP and forward:
+        if name in _WRONG_BEHIND_JVP and "_make_dual" in called.values():
             raise ValueError(f"apexfx: the loss holds a forward derivative (jvp, jacfwd), and {source_line(node)} calls {name}, "
                              "of which torch then computes a wrong gradient; differentiate backward (vjp, jacrev)")
 
 
 def compose_norms(gm: fx.GraphModule) -> list[str]:
-    """Have the norms of a loss that holds a derivative of a derivative differentiated rightly; return which, with their lines.
+    """Have the norms of a loss that holds a derivative of a derivative, or a forward one, differentiated rightly; return which.
 
     Raises:
         ValueError: such a norm that is called otherwise than by torch.nn.functional, or an instance norm with running statistics.
     """
-    composed = []
-    for body in bodies(gm) if len(_inner_derivatives(gm)) > 1 else ():
-        for node in body.graph.nodes:
-            name = canonical_name(node.target) if node.op == "call_function" else ""
-            if name not in _WRONG_AT_THIRD_ORDER or name == "batch_norm" and not argument(node, "training"):
-                continue
-            if node.target not in _COMPOSED or name == "instance_norm" and argument(node, "running_mean") is not None:
-                raise ValueError("apexfx: the loss holds a derivative of a derivative, and "
-                                 f"{source_line(node)} calls {name}, whose "
-                                 "third derivative is wrong in torch; call that of torch.nn.functional, an instance norm without "
-                                 "running statistics, or a group norm")
-            node.target = _COMPOSED[node.target]
-            composed.append(f"{name} at {source_line(node)}")
-        body.recompile()
+    composed, called = [], _called(gm)
+    for node, name in called.items() if len(_inner_derivatives(gm)) > 1 or "_make_dual" in called.values() else ():
+        if name not in _WRONG_AT_THIRD_ORDER or name == "batch_norm" and not argument(node, "training"):
+            continue
+        if node.target not in _COMPOSED or name == "instance_norm" and argument(node, "running_mean") is not None:
+            raise ValueError(f"apexfx: the loss holds a derivative of a derivative, or a forward one, and {source_line(node)} "
+                             f"calls {name}, whose derivative is wrong there in torch; call that of torch.nn.functional, an "
+                             "instance norm without running statistics, or a group norm")
+        node.target = _COMPOSED[node.target]
+        node.graph.owning_module.recompile()
+        composed.append(f"{name} at {source_line(node)}")
     return composed
+
+
+def _called(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    return {node: canonical_name(node.target) for body in bodies(gm) for node in body.graph.nodes
+            if node.op in ("call_function", "call_method")}
 
 
 @contextlib.contextmanager

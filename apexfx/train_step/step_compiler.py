@@ -169,8 +169,8 @@ class StepCompiler:
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
                         mode=self.step.index.mode() if context.has_backward else "update")
         if composed := compose_norms(gm):
-            self.report.note(f"apexfx: the loss holds a derivative of a derivative, so {', '.join(composed)} is composed of ops: "
-                             "torch's own third derivative of it is wrong")
+            self.report.note(f"apexfx: the loss holds derivatives, so {', '.join(composed)} is composed of ops: torch's own "
+                             "derivative of that order is wrong")
         # What the end of the step applies.
         params, grads, updated = _applied(gm)
         present = [gradient is not None for gradient in grads]

@@ -23,7 +23,6 @@ from .._torch_compilers import (
     INLINE_REGIONS,
     dynamo_config,
     explained_aliases,
-    guard_classes,
     mark_static,
     mark_static_address,
     run_cached_graphs,
@@ -199,7 +198,7 @@ class StepGraphs:
             self._fix_addresses()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         with ONE_CAPTURES, PROGRESS.compiling("Dynamo captures the step"), contextlib.nullcontext() if is_set else self._patch, \
-                guard_classes(), explained_aliases(), torch.no_grad(), capture_errors():
+                explained_aliases(), torch.no_grad(), capture_errors():
             yield
 
     def _fix_addresses(self) -> None:

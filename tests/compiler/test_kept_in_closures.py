@@ -14,97 +14,54 @@ from tests.ways import WAYS
 
 
 def recorder():
-    """Return a class whose instances record what they are given, and what they have recorded it in."""
-    held = kept, table, seen, last, fixed = [], {}, set(), collections.deque(), []
+    """Return classes whose instances record what they are given, and what they have recorded it in."""
+    held = kept, table, seen, last = [], {}, set(), collections.deque()
 
-    class Base:
-        def inherited(self, h):
+    class Recorder:
+        def __call__(self, h):
             kept.append(h.square().mean())
 
-    class Recorder(Base):
-        everywhere = []
+        def __enter__(self):
+            self(torch.ones(()))
 
-        def method(self, h):
-            kept.append(h.square().mean())
-
-        def dictionary(self, h):
-            table["calls"] = table.get("calls", 0) + 1
-            table.setdefault("sizes", []).append(h.square().mean())
+        def __exit__(self, *_):
+            table["left"] = len(kept)
 
         def others(self, h):
+            table.setdefault("sizes", []).append(h.square().mean())
             seen.add(len(last))
             last.append(h.square().mean())
-
-        def default(self, h, into=fixed):
-            into.append(h.square().mean())
-
-        def attribute(self, h):
-            self.everywhere.append(h.square().mean())
-
-        def in_place(self, h):
-            places = kept
-            places += [h.sum()]
-            kept[:1] = [h.square().mean()]
-
-        def inner(self, h):
-            def keep():
-                kept.append(h.square().mean())
-
-            keep()
 
         @staticmethod
         def static(h):
             kept.append(h.square().mean())
 
-        @classmethod
-        def of_class(cls, h):
-            kept.append(h.square().mean())
-
-        @property
-        def one(self):
-            kept.append(torch.ones(()))
-            return 1.0
-
-        def __call__(self, h):
-            kept.append(h.square().mean())
-
-        def __enter__(self):
-            kept.append(torch.ones(()))
-
-        def __exit__(self, *_):
-            table["left"] = len(kept)
-
     class Probe(nn.Module):
         def forward(self, h):
             kept.append(h.square().mean())
 
-    return Recorder, Probe, (*held, Recorder.everywhere)
+    return Recorder, Probe, held
 
 
-def in_context(Recorder, h):
+def in_context(Recorder, Probe, h):
     with Recorder():
         h.sum()
 
 
-FORMS = {**{name: lambda Recorder, h, name=name: getattr(Recorder(), name)(h) for name in (
-    "inherited", "method", "dictionary", "others", "default", "attribute", "in_place", "inner", "static", "of_class",
-    "__call__")},
-    "a property": lambda Recorder, h: h * Recorder().one, "a context": in_context,
-    "a bound method": lambda Recorder, h: [*map(Recorder().method, [h, 2 * h])]}
+FORMS = {"a call": lambda Recorder, Probe, h: Recorder()(h), "a context": in_context,
+         "a bound method": lambda Recorder, Probe, h: [*map(Recorder().others, [h, 2 * h])],
+         "a static method": lambda Recorder, Probe, h: Recorder().static(h), "a module": lambda Recorder, Probe, h: Probe()(h)}
 
 
 class Records(nn.Module):
     def __init__(self, form):
         super().__init__()
-        self.layer, self.form = nn.Linear(4, 4), form
-        self.recorder, self.probe, self.held = recorder()
+        self.layer, self.form = nn.Linear(4, 4), FORMS[form]
+        *self.classes, self.held = recorder()
 
     def forward(self, x):
         kept, h = self.held[0], self.layer(x)
-        if self.form == "a module":
-            self.probe()(h.detach())
-        else:
-            FORMS[self.form](self.recorder, h.detach())
+        self.form(*self.classes, h.detach())
         return h.mean() * (1 + sum(kept))
 
 
@@ -133,7 +90,7 @@ def numbers(held):
     return [numbers(each) for each in held] if isinstance(held, (list, tuple, set, collections.deque)) else float(held)
 
 
-CASES = [*((form, way, "eager") for form in (*FORMS, "a module") for way in WAYS), *(("method", way, "inductor") for way in WAYS)]
+CASES = [*((form, way, "eager") for form in FORMS for way in WAYS), *(("a call", way, "inductor") for way in WAYS)]
 
 
 @table(3, "form, way, inner", CASES)
@@ -148,7 +105,7 @@ def test_what_is_kept_with_its_history_is_refused():
     def objective(model, x):
         kept.clear()
         h = model(x)
-        Recorder().method(h)
+        Recorder()(h)
         return h.mean() + 0.5 * sum(kept)
 
     model = nn.Linear(4, 4)

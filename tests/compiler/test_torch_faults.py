@@ -42,6 +42,7 @@ class Fault:
     Attributes:
         what: is wrong.
         issues: of pytorch/pytorch, or pull requests, by number.
+        met: who met it, where no issue says so: programs, or users.
         gone: the first minor version of torch without it; "" for none yet.
         ours: what there is here because of it.
         is_there: a program on plain torch; returns whether it is wrong.
@@ -50,15 +51,16 @@ class Fault:
 
     what: str
     issues: tuple[int, ...]
+    met: str
     gone: str
     ours: str
     is_there: Callable[[], bool]
     slow: bool
 
 
-def fault(what: str, *issues: int, ours: str, gone: str = "", slow: bool = False) -> Callable[..., Any]:
+def fault(what: str, *issues: int, ours: str, met: str = "", gone: str = "", slow: bool = False) -> Callable[..., Any]:
     def register(is_there: Callable[[], bool]) -> Callable[[], bool]:
-        ROWS.append(Fault(what, issues, gone, ours, is_there, slow))
+        ROWS.append(Fault(what, issues, met, gone, ours, is_there, slow))
         return is_there
 
     return register
@@ -109,7 +111,7 @@ def is_stale(forward: Callable[..., Any], before: dict[str, Any], after: dict[st
 # ---- Dynamo: what is captured -----------------------------------------------------------------------------------------------
 
 
-@fault("a number of Python's random is handed on as float64 where it was captured as float32", slow=True,
+@fault("a number of Python's random is handed on as float64 where it was captured as float32", 198187, slow=True,
        ours="compiler/torch_faults.py widen_drawn_numbers")
 def drawn_numbers() -> bool:
     def scaled(x):
@@ -123,7 +125,7 @@ def drawn_numbers() -> bool:
 
 
 @fault("a random.Random of the program's is drawn from once, while it is captured",
-       ours="compiler/refusals.py check_python_objects, _torch.py traced_random_objects")
+       145445, 196437, ours="compiler/refusals.py check_python_objects")
 def own_random_objects() -> bool:
     numbers = random.Random(0)
     run = compiled(lambda x: x * numbers.random(), "eager")
@@ -131,21 +133,15 @@ def own_random_objects() -> bool:
 
 
 @fault("an index that is a tensor of no dimension is a number that no graph knows", gone="2.14", slow=True,
+       met="diffusion by one time step, a bank of features",
        ours="_torch_compilers.py _select_numbers, _read_by_numbers, _write_by_numbers")
 def indices_of_no_dimension() -> bool:
     return "data-dependent" in unpatched("torch.compile(lambda bank, k: bank[k] * 1, backend='aot_eager', fullgraph=True)("
                                          "torch.ones(5, 4), torch.tensor(2))")
 
 
-@fault("`is` between what a size makes and a constant is False", slow=True, ours="_torch_compilers.py _compare_sizes")
-def identity_of_sizes() -> bool:
-    return unpatched("chosen = lambda x: x * 2 if (len(x) == 2) is True else x\n"
-                     "run = torch.compile(chosen, fullgraph=True, backend='eager', dynamic=True)\n"
-                     "print(*(float(run(torch.ones(size)).mean()) for size in (3, 4, 2)))") == "1.0 1.0 1.0\n"
-
-
-@fault("a deque grows beyond its maxlen while it is captured", ours="compiler/refusals.py check_python_objects, "
-       "_torch.py bounded_deques_changed")
+@fault("a deque grows beyond its maxlen while it is captured",
+       met="nobody: refused in four lines, as it would be wrong without a word", ours="compiler/refusals.py check_python_objects")
 def bounded_deques() -> bool:
     def forward(m, x):
         m.seen.append(x * 1)
@@ -156,7 +152,7 @@ def bounded_deques() -> bool:
     return any(not torch.equal(run(x), reference(x)) for x in torch.arange(4.0))
 
 
-@fault("what a method of an object that is made while it is captured writes into a list of its closure is lost",
+@fault("what a method of an object that is made while it is captured writes into a list of its closure is lost", 197896,
        ours="_torch_compilers.py _bind_containers")
 def lists_in_closures() -> bool:
     kept: list[Tensor] = []
@@ -170,7 +166,7 @@ def lists_in_closures() -> bool:
 
 
 @fault("torch.autograd.grad takes no generator, and no rows that its backward alone counts",
-       ours="_torch_compilers.py _trace_gradients")
+       met="MAML over model.parameters(), the mask tokens of BERT, wav2vec2 and MAE", ours="_torch_compilers.py _trace_gradients")
 def derivatives_that_are_not_captured() -> bool:
     def by_generator(w):
         return torch.autograd.grad(w.sum(), iter([w]))
@@ -190,7 +186,8 @@ def derivatives_that_are_not_captured() -> bool:
     return fails == 2
 
 
-@fault("an object that is found by a local and by a global is not guarded to be one", ours="_torch.py guard_shared_objects")
+@fault("an object that is found by a local and by a global is not guarded to be one",
+       met="models with an Enum for a mode", ours="_torch.py guard_shared_objects")
 def shared_objects() -> bool:
     return is_stale(lambda m, x: x * KINDS[m.kind], {"kind": lambda m: FIRST}, {"kind": lambda m: SECOND})
 
@@ -203,20 +200,7 @@ FIRST, SECOND = Kind(), Kind()
 KINDS = {FIRST: 2.0, SECOND: 3.0}
 
 
-@fault("a class that is read through a closure is not guarded", ours="_torch_compilers.py guard_classes")
-def classes_in_closures() -> bool:
-    kinds, layer = {"doubled": nn.Linear}, nn.Linear(2, 2)
-
-    def forward(x):
-        return x * (2 if isinstance(layer, kinds["doubled"]) else 3)
-
-    run, x = compiled(lambda function, x: function(x), "eager"), torch.ones(2)
-    run(forward, x)
-    kinds["doubled"] = nn.Conv2d
-    return not torch.equal(run(forward, x), forward(x))
-
-
-@fault("what later calls of a nested_compile_region return has no history where the graph holds its backward",
+@fault("what later calls of a nested_compile_region return has no history where the graph holds its backward", 178777,
        ours="_torch_compilers.py _inline_region")
 def histories_of_regions() -> bool:
     region = torch.compiler.nested_compile_region(lambda x: x.sin())
@@ -229,27 +213,15 @@ def histories_of_regions() -> bool:
         return compiled(forward)(torch.ones(2, requires_grad=True))
 
 
-@fault("that two modules are two is not guarded where a branch asks whether they are one", 111562, 196360,
+@fault("what an object is at a place, and what is put in front of a registered module, is not guarded", 111562, 196360, 197859,
        ours='docs/train_step.md, "Not seen"')
-def modules_that_become_one() -> bool:
-    return is_stale(lambda m, x: x * (2 if m.current is m.layer else 3), {"current": lambda m: m.other},
-                    {"current": lambda m: m.layer})
-
-
-@fault("which object() is at a place is not guarded", 196360, ours='docs/train_step.md, "Not seen"')
-def plain_objects() -> bool:
-    return is_stale(lambda m, x: x * (2 if m.one is m.two else 3), {"one": lambda m: object(), "two": lambda m: m.one},
-                    {"one": lambda m: object()})
-
-
-@fault("an entry of __dict__ in front of a registered module is not seen", ours='docs/train_step.md, "Not seen"')
-def entries_in_front() -> bool:
-    return is_stale(lambda m, x: m.layer(x), {}, {"layer": lambda m: m.other})
-
-
-@fault("`name in self.__dict__` is not guarded", ours="_torch_compilers.py _in_ours")
-def names_in_dict() -> bool:
-    return is_stale(lambda m, x: x * (2 if "late" in m.__dict__ else 3), {}, {"late": lambda m: 1})
+def objects_at_places() -> bool:
+    stale = (is_stale(lambda m, x: x * (2 if m.one is m.two else 3), {"one": lambda m: m.other, "two": lambda m: m.layer},
+                      {"one": lambda m: m.layer}),
+             is_stale(lambda m, x: x * (2 if m.one is m.two else 3), {"one": lambda m: object(), "two": lambda m: m.one},
+                      {"one": lambda m: object()}),
+             is_stale(lambda m, x: m.layer(x), {}, {"layer": lambda m: m.other}))
+    return all(stale)
 
 
 class Doubled(torch.autograd.Function):
@@ -276,12 +248,14 @@ def functions_under_transforms() -> bool:
     return differ(torch.func.grad(lambda x: Doubled.apply(x).sum()), lambda: (torch.ones(2),), "eager")
 
 
-@fault("a batch norm of momentum=None reads its counter on the host", ours="compiler/dynamo_batch_norm.py, its half of momentum")
+@fault("a batch norm of momentum=None reads its counter on the host",
+       met="torch.optim.swa_utils.update_bn", ours="compiler/dynamo_batch_norm.py, its half of momentum")
 def cumulative_batch_norm() -> bool:
     return raises("data-dependent", lambda: compiled(nn.BatchNorm1d(2, momentum=None), "eager")(torch.randn(3, 2)))
 
 
-@fault("a GRU is captured step by step", ours="compiler/dynamo_layers.py and ops/recurrent.py, but for LSTM")
+@fault("a GRU is captured step by step",
+       met="speech, trajectories", ours="compiler/dynamo_layers.py and ops/recurrent.py, but for LSTM")
 def unrolled_gru() -> bool:
     nodes = []
 
@@ -296,7 +270,7 @@ def unrolled_gru() -> bool:
 
 
 @fault("a float that one capture made a constant is one in later captures of other functions, too",
-       ours="_torch_compilers.py forget_specialized_floats")
+       met="temperatures that are annealed, of two models in a process", ours="_torch_compilers.py forget_specialized_floats")
 def constants_of_another_function() -> bool:
     def graphs_of(function: Callable[..., Any]) -> int:
         before = counters["stats"]["unique_graphs"]
@@ -310,7 +284,7 @@ def constants_of_another_function() -> bool:
     return graphs_of(lambda x, number: x * number) > 1
 
 
-@fault("a float that the forward changes and keeps is, by the cache of AOTAutograd, that of an earlier graph", slow=True,
+@fault("a float that the forward changes and keeps is, by the cache of AOTAutograd, that of an earlier graph", 197889, slow=True,
        ours="compiler/torch_faults.py specialize_kept_floats")
 def kept_floats() -> bool:
     def forward(m, x):
@@ -321,7 +295,8 @@ def kept_floats() -> bool:
     return [run(torch.ones(())).item() for _ in range(5)] != [1.25, 1.5, 1.75, 2.0, 2.25]
 
 
-@fault("a collective that eager does not differentiate is differentiated", ours="_torch.py is_remapped_collective")
+@fault("a collective that eager does not differentiate is differentiated",
+       met="Barlow Twins over ranks", ours="_torch.py is_remapped_collective")
 def differentiated_collectives() -> bool:
     def gathered(x):
         out = [torch.zeros(2), torch.zeros(2)]
@@ -334,7 +309,7 @@ def differentiated_collectives() -> bool:
 
 
 @fault("a forward derivative that is not captured switches autograd off once its frames are closed", gone="2.14", slow=True,
-       ours="_torch.py close_frames")
+       met="a notebook with a jvp through a layer norm", ours="_torch.py close_frames")
 def autograd_off_behind_frames() -> bool:
     return unpatched("import gc\n"
                      "w = torch.ones(2, requires_grad=True)\n"
@@ -350,7 +325,8 @@ def autograd_off_behind_frames() -> bool:
 # ---- AOTAutograd: what is lost ----------------------------------------------------------------------------------------------
 
 
-@fault("what is written into a 0-dim float64 input is lost", gone="2.14", ours="compiler/torch_faults.py _keep_scalar_writes, "
+@fault("what is written into a 0-dim float64 input is lost", gone="2.14",
+       met="RunningMeanStd of reinforcement learning, whose count is one", ours="compiler/torch_faults.py _keep_scalar_writes, "
        "_torch_compilers.py without_tensorify")
 def scalar_writes() -> bool:
     def forward(t, x):
@@ -360,12 +336,14 @@ def scalar_writes() -> bool:
     return differ(forward, lambda: (torch.tensor(1.0, dtype=torch.float64), torch.ones(2)))
 
 
-@fault("a write through x.unfold() with gaps sets what lies in them to 0", ours="compiler/torch_faults.py check_lowered_rightly")
+@fault("a write through x.unfold() with gaps sets what lies in them to 0", 198102,
+       ours="compiler/torch_faults.py check_lowered_rightly")
 def windows_with_gaps() -> bool:
     return differ(lambda x: x.unfold(0, 2, 3).add_(1).sum(), lambda: (torch.ones(8),))
 
 
-@fault("x.data *= y puts into x the memory that it has, which is not compiled", ours="compiler/torch_faults.py keep_own_memory")
+@fault("x.data *= y puts into x the memory that it has, which is not compiled", ours="compiler/torch_faults.py keep_own_memory",
+       met="weights that are masked in the forward, as those of PixelCNN")
 def data_written_by_an_operator() -> bool:
     def masked(x, y):
         x.data *= y
@@ -375,7 +353,7 @@ def data_written_by_an_operator() -> bool:
     return raises("set_", run) or raises("frozen storage", run)
 
 
-@fault("torch.linalg.pinv of a complex matrix", ours="compiler/torch_faults.py check_lowered_rightly")
+@fault("torch.linalg.pinv of a complex matrix", 198118, 197084, ours="compiler/torch_faults.py check_lowered_rightly")
 def complex_pinv() -> bool:
     return differ(torch.linalg.pinv, lambda: (torch.randn(3, 2, dtype=torch.complex128),))
 
@@ -403,14 +381,14 @@ def recomputed_from_what_was_written() -> bool:
     return not torch.allclose(gradient(compiled(forward)), gradient(forward))
 
 
-@fault("an LSTM of oneDNN cannot be saved for its backward", ours="compiler/torch_faults.py _traceable_rnn")
+@fault("an LSTM of oneDNN cannot be saved for its backward", 158007, ours="compiler/torch_faults.py _traceable_rnn")
 def lstm_of_one_dnn() -> bool:
     with torch._dynamo.config.patch(allow_rnn=True):
         return raises("vc_check", lambda: compiled(nn.LSTM(2, 2))(torch.randn(3, 1, 2))[0].sum().backward())
 
 
 @fault("attention that drops nothing is refused in a checkpoint of a graph that holds its backward",
-       gone="2.14", ours="_torch_compilers.py refuse_checkpoints_of")
+       gone="2.14", met="transformers whose blocks are checkpointed", ours="_torch_compilers.py refuse_checkpoints_of")
 def checkpointed_attention() -> bool:
     def gradient(x):
         out = checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=False)
@@ -421,7 +399,7 @@ def checkpointed_attention() -> bool:
 
 
 @fault("the result of a batch norm of another layout is laid out otherwise than its fake one",
-       ours="compiler/inner_compilers.py copy_where_no_view_is")
+       met="point clouds", ours="compiler/inner_compilers.py copy_where_no_view_is")
 def layout_of_batch_norm() -> bool:
     def forward(x, w):
         return F.linear(F.batch_norm(x.mT, None, None, training=True).mT, w).view(3, 6, 2, 4)
@@ -431,7 +409,8 @@ def layout_of_batch_norm() -> bool:
     return raises("view size is not compatible", lambda: compiled(forward)(*args))
 
 
-@fault("the result of an op of several that nothing reads is taken for one tensor", ours="compiler/inner_compilers.py _partition")
+@fault("the result of an op of several that nothing reads is taken for one tensor",
+       met="an auxiliary head behind a dropout, which a forward leaves out", ours="compiler/inner_compilers.py _partition")
 def unread_results() -> bool:
     def forward(x):
         F.dropout(x, 0.5)
@@ -477,7 +456,8 @@ def third_derivative_of_batch_norm() -> bool:
     return not raises("does not support 3rd+ order derivatives", wrong) and wrong()
 
 
-@fault("the gradient of a forward derivative of a determinant is wrong", ours="train_step/derivatives.py _WRONG_BEHIND_JVP")
+@fault("the gradient of a forward derivative of a determinant is wrong", 192540,
+       ours="train_step/derivatives.py _WRONG_BEHIND_JVP")
 def gradient_of_jvp_of_det() -> bool:
     torch.manual_seed(0)
     a, v = torch.randn(2, 3, 3, dtype=torch.float64).unbind()
@@ -502,19 +482,20 @@ def fused_sgd_of_halves() -> bool:
     return not torch.equal(updated(fused=True), updated(fused=False))
 
 
-@fault("avg_pool3d has no half kernel on the CPU", ours='precision/rules.py, "pooling"')
+@fault("avg_pool3d has no half kernel on the CPU", met="video models", ours='precision/rules.py, "pooling"')
 def half_avg_pool3d() -> bool:
     return raises("not implemented", lambda: F.avg_pool3d(torch.ones(1, 1, 2, 2, 2, dtype=torch.bfloat16), 2))
 
 
-@fault("nn.SyncBatchNorm refuses tensors of the CPU", ours="compiler/dynamo_batch_norm.py SyncBatchNorm, on the CPU alone")
+@fault("nn.SyncBatchNorm refuses tensors of the CPU",
+       met="ranks without a GPU", ours="compiler/dynamo_batch_norm.py SyncBatchNorm, on the CPU alone")
 def synchronized_batch_norm_on_the_cpu() -> bool:
     with fake_process_group(2):
         return raises("expected input tensor to be on GPU", lambda: nn.SyncBatchNorm(2)(torch.randn(3, 2)))
 
 
 @fault("an input that is returned takes the place of another output, where one that requires a gradient is written",
-       ours="compiler/torch_faults.py leave_out_written_inputs")
+       met="nn.ReLU(inplace=True) behind a graph break", ours="compiler/torch_faults.py leave_out_written_inputs")
 def returned_inputs() -> bool:
     def forward(x, buffer):
         x.relu_()
@@ -526,7 +507,7 @@ def returned_inputs() -> bool:
 # ---- Inductor: what is rewritten --------------------------------------------------------------------------------------------
 
 
-@fault("a tensor is detached where another output is a detached view of its memory", slow=True,
+@fault("a tensor is detached where another output is a detached view of its memory", 100348, 195357, slow=True,
        ours="compiler/torch_faults.py clone_detached_outputs")
 def detached_outputs() -> bool:
     layer = nn.Linear(4, 8)
@@ -539,7 +520,7 @@ def detached_outputs() -> bool:
     return layer.weight.grad is None
 
 
-@fault("norms of two dtypes, which eager refuses, are computed", slow=True, ours="compiler/mixed_dtypes.py")
+@fault("norms of two dtypes, which eager refuses, are computed", 151478, 150993, slow=True, ours="compiler/mixed_dtypes.py")
 def mixed_dtypes() -> bool:
     def forward(x, w):
         return F.layer_norm(x, (2,), w)
@@ -584,7 +565,8 @@ def rows_written_over_others() -> bool:
     return raises("KeyError", lambda: compiled(masked, "inductor")(torch.randn(8, 8)))
 
 
-@fault("a write by a mask behind one by rows is done in front of it", slow=True, ours="_torch_compilers.py keep_written_values")
+@fault("a write by a mask behind one by rows is done in front of it", slow=True,
+       met="generated programs", ours="_torch_compilers.py keep_written_values")
 def rows_then_a_mask() -> bool:
     def written(x, rows, mask):
         h = x * 2
@@ -614,6 +596,15 @@ def copied_before_a_write() -> bool:
                   "inductor")
 
 
+@fault("what is copied later of a list is computed from what is written by then", slow=True,
+       met="torch.optim.Adam(amsgrad=True)", ours="compiler/torch_faults.py copy_one_by_one")
+def copies_of_a_list() -> bool:
+    def copied(a, b):
+        torch._foreach_copy_([a, b], [a * 2, a * 3])
+
+    return differ(copied, lambda: (torch.ones(2), torch.ones(2)), "inductor")
+
+
 @fault("alpha is dropped where a product of matrices is added", 167313, slow=True, ours="compiler/torch_faults.py keep_keywords")
 def alpha_of_an_added_product() -> bool:
     def added(x, a, b):
@@ -622,7 +613,8 @@ def alpha_of_an_added_product() -> bool:
     return differ(added, lambda: (torch.ones(3, 3), torch.ones(3, 4), torch.ones(4, 3)), "inductor")
 
 
-@fault("dtype is dropped where a constant is summed up", gone="2.14", slow=True, ours="compiler/torch_faults.py keep_keywords")
+@fault("dtype is dropped where a constant is summed up", 189518, gone="2.14", slow=True,
+       ours="compiler/torch_faults.py keep_keywords")
 def dtype_of_a_summed_constant() -> bool:
     def forward(x):
         return x + torch.full((4,), 0.5).cumsum(0, dtype=torch.int64)
@@ -652,18 +644,20 @@ def written_and_moved_memory() -> bool:
 
 
 @fault("an input that is negated when it is read comes in with the other sign", 145093, 197856, slow=True,
-       ours="compiler/torch_faults.py resolve_negated_inputs")
+       ours="compiler/torch_faults.py check_not_negated")
 def negated_inputs() -> bool:
     return differ(lambda x: x * 2, lambda: (torch.complex(torch.ones(2), torch.ones(2)).conj().imag,), "inductor")
 
 
-@fault("rows that torch.randperm(n) takes", gone="2.14", slow=True, ours="compiler/rewritten_graph.py _explained, its randperm")
+@fault("rows that torch.randperm(n) takes", gone="2.14", slow=True,
+       met="mixup", ours="compiler/rewritten_graph.py _explained, its randperm")
 def permuted_rows() -> bool:
     permuted = compiled(lambda x: x[torch.randperm(len(x))], "inductor")
     return raises("argname=slice_shape", lambda: permuted(torch.randn(8, 3)))
 
 
-@fault("two gradients that are equal are one memory", slow=True, ours="train_step/state.py _unshared")
+@fault("two gradients that are equal are one memory", slow=True,
+       met="the two biases of a recurrent cell", ours="train_step/state.py _unshared")
 def equal_gradients() -> bool:
     def gradients(one, other):
         return torch.autograd.grad((one + other).sum(), (one, other))
@@ -674,7 +668,7 @@ def equal_gradients() -> bool:
 
 
 @fault("the gradient of a slice whose length is read from data is not lowered", gone="2.14", slow=True,
-       ours="compiler/lowerings.py _slice_scatter")
+       met="batches cut to their longest row", ours="compiler/lowerings.py _slice_scatter")
 def slices_by_data() -> bool:
     return "Could not guard on data-dependent" in unpatched(
         "gradient = lambda x, n: torch.autograd.grad(x[:, :n.max().item()].square().mean(), x)\n"
@@ -683,7 +677,7 @@ def slices_by_data() -> bool:
 
 
 @fault("tangents that are zero are made by a call that gives them no memory", gone="2.14", slow=True,
-       ours="compiler/lowerings.py _efficientzerotensor")
+       met="MeanFlow", ours="compiler/lowerings.py _efficientzerotensor")
 def zero_tangents() -> bool:
     return "aten._efficientzerotensor.default(" in unpatched(
         "from torch._inductor.utils import run_and_get_code\n"
@@ -710,9 +704,10 @@ def test_the_fault_is_where_it_is_said_to_be(row):
                                 f"and {row.ours}")
 
 
-def test_what_is_to_go_is_there():
+def test_a_row_says_who_met_it_and_what_is_to_go_is_there():
     package = Path(apexfx.__file__).parent
     for row in ROWS:
+        assert row.issues or row.met, row.what
         files = re.findall(r"\S+\.(?:py|md)", row.ours)
         text = "".join((package.parent if file.startswith("docs/") else package).joinpath(file).read_text() for file in files)
         names = re.findall(r"\b[a-z]*(?:_[a-zA-Z]+)+\b", re.sub(r"\S+\.(?:py|md)", "", row.ours))

@@ -320,29 +320,21 @@ def reads(m, t):
     return m.layer(torch.stack([n.imag + n.real if n.is_complex() else n for n in numbers])[None]).square().sum()
 
 
-@table(1, "entry, inner", [(entry, inner) for inner in ("eager", "inductor") for entry in ENTRIES])
-def test_inputs_that_are_negated_when_they_are_read(entry, inner):
+@table(1, "inner", ["eager", "inductor"])
+def test_inputs_that_are_negated_or_conjugated_when_they_are_read(inner):
     """One after the other: a graph for the one is not that of the other."""
     torch.manual_seed(0)
     model = Model(reads, layer=nn.Linear(len(READS), 1))
-    assert_as_eager(entry, model, [(make(),) for make in LAZY.values()], inner=inner)
+    run = apexfx.transform(model, opt_level="O0", inner=inner)
+    for make in LAZY.values():
+        if inner == "eager" or not make().is_neg():  # copy.deepcopy() would resolve them
+            torch.testing.assert_close(run(make()), model(make()))
 
 
-@pytest.mark.long
-def test_a_negated_input_under_inductor():
+@pytest.mark.parametrize("entry", ["transform", "train_step"])
+def test_a_negated_input_is_refused_under_inductor(entry):
     model = Model(lambda m, t: m.layer(t[None]).square().sum(), layer=nn.Linear(6, 1))
-    assert_as_eager("train_step", model, [(LAZY["negated"](),), (LAZY["neither"](),)])
-
-
-@table(1, "entry", ENTRIES)
-def test_a_negated_buffer_and_a_negated_target_under_inductor(entry):
-    model = Model(lambda m, t: (m.layer(t[None]) * m.mem).square().sum(), layer=nn.Linear(6, 6))
-    model.mem = nn.Buffer(LAZY["negated"]())
-    assert_as_eager(entry, model, [(LAZY["neither"](),)])
-
-
-@pytest.mark.parametrize("forward", [lambda m, t: m.layer(t.add_(1.0)[None]).sum(), lambda m, t: (m.layer(t[None]).sum(), t[1:])])
-def test_a_negated_input_that_is_written_or_returned_is_refused(forward):
-    model = apexfx.transform(Model(forward, layer=nn.Linear(6, 1)), opt_level="O0")
+    run = apexfx.transform(model, opt_level="O0") if entry == "transform" else apexfx.train_step(
+        model, objective=lambda m, t: m(t), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0")
     with pytest.raises(ValueError, match=r"is to be negated .*give x.resolve_neg\(\)"):
-        model(LAZY["negated"]())
+        run(LAZY["negated"]())

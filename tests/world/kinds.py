@@ -45,7 +45,7 @@ def script(between, *, after=lambda model, step: None, around=contextlib.nullcon
 def a_write_through_a_view_with_gaps():
     def between(net, h):
         h = h * 1.0
-        h.unfold(1, 1, 5).mul_(3.0)
+        h.unfold(1, size=1, step=5).mul_(3.0)
         return h
 
     return script(between)
