@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
+from apexfx._torch import fake_process_group
 from apexfx.report.html import page_data
 from apexfx.report.memory import KINDS, MemoryTimeline
-from tests.fake_group import fake_process_group
 from tests.tables import table
 
 WIDTH, LAYERS = 512, 6
