@@ -18,12 +18,11 @@ from .devices import DEVICES, Costs, Device
 from .models import MODELS, load
 from .network import PRESETS, Network, flat
 from .profile import Profile, analytic, measured
-from .sharded import SHARDS, TracedStep, traced
+from .sharded import OPTIMIZERS, SHARDS, TracedStep, traced
 from .simulator import BucketChoice, Prediction, best_bucket, best_of, simulate
 from .timeline import LEGEND
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_OPTIMIZERS = {"sgd": 3, "momentum": 5, "adam": 7, "muon": 5}  # reads and writes of each parameter
 _WIDTH = 96
 
 
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_DTYPES,
                         help="of compute and of the gradients that are sent (default: bfloat16)")
     parser.add_argument("--sync-bn", action="store_true", help="synchronize every batch norm")
-    parser.add_argument("--optimizer", choices=_OPTIMIZERS,
+    parser.add_argument("--optimizer", choices=OPTIMIZERS,
                         help="fused; what it reads and writes counts, and muon's products of matrices (default: adam)")
     parser.add_argument("--device", choices=DEVICES,
                         help="whose data sheet gives the times of ops, by their shapes (default: h100)")
@@ -167,7 +166,7 @@ def _profile(options: argparse.Namespace, model: torch.nn.Module, inputs: Any) -
         return measured(model, inputs, sync_bn=options.sync_bn), DEVICES["cpu-core"]
     device = DEVICES[options.device]
     return analytic(model, inputs, device, dtype=getattr(torch, options.dtype), sync_bn=options.sync_bn,
-                    optimizer_passes=_OPTIMIZERS[options.optimizer], muon=options.optimizer == "muon"), device
+                    optimizer_passes=OPTIMIZERS[options.optimizer][0], muon=options.optimizer == "muon"), device
 
 
 def _traced(options: argparse.Namespace, model: torch.nn.Module, inputs: Any, num_ranks: int, blocks: str | None,

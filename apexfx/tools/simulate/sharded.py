@@ -72,11 +72,12 @@ def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [make(params) for make, params in ((torch.optim.Muon, ours), (torch.optim.AdamW, others)) if params]
 
 
-OPTIMIZERS: Mapping[str, Callable[[nn.Module], Any]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters()),
-    "momentum": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9),
-    "adam": lambda model: torch.optim.Adam(model.parameters()),
-    "muon": _muon,
+# Reads and writes of each parameter, and what makes the optimizer of a model.
+OPTIMIZERS: Mapping[str, tuple[int, Callable[[nn.Module], Any]]] = {
+    "sgd": (3, lambda model: torch.optim.SGD(model.parameters())),
+    "momentum": (5, lambda model: torch.optim.SGD(model.parameters(), momentum=0.9)),
+    "adam": (7, lambda model: torch.optim.Adam(model.parameters())),
+    "muon": (5, _muon),
 }
 
 
@@ -110,8 +111,9 @@ def traced(model: nn.Module, inputs: Any, *, shard: str, optimizer: str = "sgd",
             options |= {"opt_level": "O2", "dtype": dtype}
     if any(p.is_meta for p in model.parameters()):
         model.to_empty(device="cpu")  # memory that nothing touches
-    step = train_step(model, objective=lambda model, *batch: loss_of(model(*batch)), optimizer=OPTIMIZERS[optimizer](model),
-                      inner="eager", max_grad_norm=1.0 if clips else None, sync_bn=sync_bn, passes=[read], **options)
+    make = OPTIMIZERS[optimizer][1]
+    step = train_step(model, objective=lambda model, *batch: loss_of(model(*batch)), optimizer=make(model), inner="eager",
+                      max_grad_norm=1.0 if clips else None, sync_bn=sync_bn, passes=[read], **options)
     batch = tree_map(_on_cpu, inputs)
     step.capture(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
     return TracedStep(read.nodes, dist.get_world_size(), shard)
