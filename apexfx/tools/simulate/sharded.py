@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..._torch import OpOverload, tree_leaves, tree_map
@@ -101,6 +99,9 @@ def traced(model: nn.Module, inputs: Any, *, shard: str, optimizer: str = "sgd",
     model, read = copy.deepcopy(model).float().train(), _ReadNodes()
     options: dict[str, Any] = {"opt_level": "O0"}
     if shard == "model":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, of any command
+
         policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for path in [*blocks_of(model, blocks), ""]:
