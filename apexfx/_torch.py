@@ -753,3 +753,15 @@ def changed_inductor_settings() -> dict[str, str]:
     config = sys.modules.get("torch._inductor.config")  # without which nothing was set
     return {} if config is None else {name: repr(value) for name, value in config.get_config_copy().items()
                                       if name in config._config and value != config._config[name].default}
+
+
+@contextlib.contextmanager
+def fake_process_group(num_ranks: int) -> Iterator[None]:
+    """Make this process rank 0 of a group whose other ranks are not there: collectives leave their buffers alone."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

@@ -25,8 +25,8 @@ from apexfx.buckets.flat_buffer import all_reduce, averages, filled
 from apexfx.buckets.plan import GradientSpec, plan_buckets
 from apexfx.config import BucketConfig
 from apexfx.parallel import DistributedDataParallel
+from apexfx.tools.simulate.devices import Costs, LinearCost
 from apexfx.tools.simulate.profile import Profile
-from apexfx.tools.simulate.simulator import Costs, LinearCost
 
 KIB, MIB = 2**10, 2**20
 SIZES = (256, 16 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)

@@ -10,9 +10,9 @@ Everything takes turns: a sample of the calibration (flat allreduces, copies, mo
 model without communication, the same beside flat allreduces, and a step of `apexfx.parallel.DistributedDataParallel` at each
 bucket size. Predictions come from all but the last.
 
-With `--sharded`: training steps (`inner="eager"`) of one of two ranks behind a simulated link of 250 MB/s (slow_link.py), which
-takes no processor: with `ddp=True`, with `shard="optimizer"`, and under `fully_shard`. They are predicted of the same step on one
-rank alone, of which eager segments have the proportions, of the link's numbers, and of copies.
+With `--sharded`: training steps (`inner="eager"`) of one of two ranks behind a simulated link of 250 MB/s (slow_link.py), by the
+processor's time of their thread: with `ddp=True`, with `shard="optimizer"`, and under `fully_shard`. They are predicted of the
+same step on one rank alone, of which an eager step has the proportions, of the link's numbers, and of copies.
 
 Each rank is pinned to a core, which also runs its communication threads, and the cores are kept from halting; `--free` leaves
 both to the machine. Where a model's tensors lie in memory moves a step by several percent, so each launch is a new pair of
@@ -27,7 +27,6 @@ import functools
 import itertools
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -46,17 +45,19 @@ from torch.distributed.fsdp import fully_shard
 import apexfx
 from apexfx.config import BucketConfig
 from apexfx.parallel import DistributedDataParallel
+from apexfx.tools.simulate.devices import DEVICES, Costs, LinearCost
 from apexfx.tools.simulate.models import MODELS as ENTRIES
 from apexfx.tools.simulate.models import load
 from apexfx.tools.simulate.network import flat
-from apexfx.tools.simulate.profile import Profile, Segment, combine, groups_of, sampler
-from apexfx.tools.simulate.simulator import Costs, LinearCost, simulate
+from apexfx.tools.simulate.profile import Profile, Segment, blocks_of, combine, sampler
+from apexfx.tools.simulate.sharded import SHARDS, traced
+from apexfx.tools.simulate.simulator import simulate
 
 RESULTS = Path(__file__).parent / "results" / "simulate.json"
 SHARES = (1 / 8, 1 / 3, 1.0)  # of all gradients, at which a bucket closes
 WARMUP = 5
 MEGABYTES_PER_S, LATENCY_S = 250, 200e-6  # of the simulated link
-SHARDED = ("alone", "ddp=True", "optimizer", "model")
+FORMS = ("alone", "ddp=True", "optimizer", "model")
 
 
 def keep_awake(core: int) -> None:
@@ -122,25 +123,27 @@ def compared(calibration: Calibration, profiles: dict[str, list[Profile]],
 def measure_sharded(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of one launch behind the link."""
     torch.set_num_threads(1)
-    slow_link.connect(1e6 * MEGABYTES_PER_S, LATENCY_S, num_ranks=2)
-    network, costs = flat(LATENCY_S, 1e6 * MEGABYTES_PER_S), copy_costs()
+    clock = slow_link.connect(1e6 * MEGABYTES_PER_S, LATENCY_S, num_ranks=2, kind=slow_link.CountedLink).clock
+    network, costs = flat(LATENCY_S, 1e6 * MEGABYTES_PER_S), copy_costs(clock)
     rows = []
     for name in given.models:
         blocks = ENTRIES[name].blocks
-        alone, x = sampler(load(name)[0], load(name)[1], blocks=blocks), load(name)[1]
+        alone, x = sampler(*load(name), clock=clock), load(name)[1]
         config = BucketConfig(message_size=round(sum(p.numel() for p in load(name)[0].parameters()) / 8))
-        forms = {(shard, clips): step_of(name, shard, clips, config, blocks) for shard in SHARDED for clips in (False, True)}
+        forms = {(shard, clips): step_of(name, shard, clips, config, blocks) for shard in FORMS for clips in (False, True)}
+        graphs = {(shard, clips): traced(*load(name), shard=shard, clips=clips, blocks=blocks, config=config)
+                  for shard, clips in forms if shard in SHARDS}
         profiles = [alone() for _ in range(WARMUP + given.turns)][WARMUP:]
         profile = combine(profiles, "measured")
         calls = {form: functools.partial(step, x) for form, step in forms.items()}
         times = {form: statistics.median(taken[WARMUP:])
-                 for form, taken in harness.interleave(calls, rounds=WARMUP + given.turns).items()}
+                 for form, taken in harness.interleave(calls, rounds=WARMUP + given.turns, clock=clock).items()}
         for (shard, clips), taken in times.items():
             if shard == "alone":
                 continue
             scale = times["alone", clips] / profile.compute_s
-            made = simulate(scaled(profile, scale), network, 2, config, costs=costs, clips=clips,
-                            shard=None if shard == "ddp=True" else shard)
+            made = simulate(scaled(profile, scale), network, 2, config, costs=costs, step=graphs.get((shard, clips)),
+                            device=DEVICES["cpu-core"])
             rows.append({"model": name, "step": shard, "clips": clips, "compute_ms": 1e3 * made.compute_s,
                          "communication_ms": 1e3 * made.communication_s, "exposed_ms": 1e3 * made.exposed_s,
                          "predicted_ms": 1e3 * made.step_s, "measured_ms": 1e3 * taken, "error": made.step_s / taken - 1})
@@ -150,8 +153,8 @@ def measure_sharded(given: argparse.Namespace) -> list[dict[str, Any]]:
 def step_of(name: str, shard: str, clips: bool, config: BucketConfig, blocks: str) -> Callable[..., Any]:
     model, options = load(name)[0], {}
     if shard == "model":
-        for block in [model.get_submodule(group.name) for group in groups_of(model, blocks) if group.name]:
-            fully_shard(block)
+        for path in blocks_of(model, blocks):
+            fully_shard(model.get_submodule(path))
         fully_shard(model)
     elif shard != "alone":
         options = {"ddp": config, "shard": "optimizer" if shard == "optimizer" else None}
@@ -167,7 +170,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
                    optimizer_s=factor * profile.optimizer_s)
 
 
-def copy_costs() -> Costs:
+def copy_costs(clock: Callable[[], float]) -> Costs:
     """Return what it takes to fill and start a sum, and to read a gather, with what the simulated link itself copies."""
     group, c10d = dist.group.WORLD.group_name, torch.ops._c10d_functional
 
@@ -175,16 +178,16 @@ def copy_costs() -> Costs:
         sets = itertools.cycle([[torch.ones(numel) for _ in range(count)] for _ in range(1 + 2**23 // numel // count)])
         taken: tuple[list[float], list[float]] = [], []
         for _ in range(40):
-            tensors, begin = next(sets), time.perf_counter()
+            tensors, begin = next(sets), clock()
             started = c10d.reduce_scatter_tensor(torch._chunk_cat(tensors, 0, 2).view(-1), "sum", 2, group)
-            taken[0].append(time.perf_counter() - begin)
-            rows, begin = c10d.wait_tensor(started), time.perf_counter()
+            taken[0].append(clock() - begin)
+            rows, begin = c10d.wait_tensor(started), clock()
             started = c10d.all_gather_into_tensor(rows, 2, group)
-            between = time.perf_counter()
-            whole, again = c10d.wait_tensor(started), time.perf_counter()
+            between = clock()
+            whole, again = c10d.wait_tensor(started), clock()
             for part in whole.view(2, -1).split(numel // 2, 1):
                 part.reshape(-1)
-            taken[1].append(between - begin + time.perf_counter() - again)
+            taken[1].append(between - begin + clock() - again)
         return statistics.median(taken[0]), statistics.median(taken[1])
 
     one, many, large = (seconds(*sizes) for sizes in ((1, 16), (48, 16), (1, 2**19)))

@@ -17,10 +17,10 @@ from torch import nn, optim
 
 import apexfx
 from apexfx import amp
+from apexfx._torch import fake_process_group
 from apexfx.fp16_utils import FP16_Optimizer
 from apexfx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.amp.amp_cases import fresh_state
-from tests.fake_group import fake_process_group
 from tests.own_optimizers import RMSprop
 from tests.tables import table
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from tabulate import tabulate
 from ..graph.printing import count_text, first_names, size_text
 from ..precision.casts import RemovedCast
 from .fold_repeats import fold, group
+from .records import GraphReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,19 @@ def remove_cast(casts: list[Cast], graph: int, row: RemovedCast) -> Cast:
     if match is not None:
         casts.remove(match)
     return gone
+
+
+def ledger_of(graphs: Iterable[GraphReport], level: str) -> CastLedger:
+    """Return the casts of graphs."""
+    kept: list[Cast] = []
+    removed: list[Cast] = []
+    for graph in graphs:
+        rows: list[Cast] = []
+        for entry in graph.forward.passes:
+            rows += [Cast(graph=graph.index, **vars(row)) for row in entry.artifacts.casts or ()]
+            removed += [remove_cast(rows, graph.index, row) for row in entry.artifacts.removed_casts or ()]
+        kept += rows
+    return CastLedger(kept, removed, level)
 
 
 @dataclass(frozen=True)

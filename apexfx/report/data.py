@@ -13,11 +13,11 @@ from .._torch import tree_map
 from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
 from . import records
-from .cast_ledger import Cast, CastLedger, remove_cast
-from .html import report_page
+from .cast_ledger import CastLedger, ledger_of
+from .html import page_data, report_page
 from .measure import measure
 from .memory import MemoryTimeline
-from .ops import Explanation, Op, OpTable, explain
+from .ops import Explanation, OpTable, explain, ops_of
 from .profile import Profile
 from .proof import proof_text
 from .records import GraphReport, Match, PassReport, StageReport, runs
@@ -161,15 +161,7 @@ class Report:
             RuntimeError: before any graph exists.
         """
         self._require_graphs()
-        kept: list[Cast] = []
-        removed: list[Cast] = []
-        for graph in self.graphs:
-            rows: list[Cast] = []
-            for entry in graph.forward.passes:
-                rows += [Cast(graph=graph.index, **vars(row)) for row in entry.artifacts.casts or ()]
-                removed += [remove_cast(rows, graph.index, row) for row in entry.artifacts.removed_casts or ()]
-            kept += rows
-        return CastLedger(kept, removed, self.config.get("opt_level", ""))
+        return ledger_of(self.graphs, self.config.get("opt_level", ""))
 
     def ops(self, graph: int | None = None) -> OpTable:
         """Return the ops of the forward graphs: which dtype each computes in and why. `print` it for a table.
@@ -185,8 +177,7 @@ class Report:
         """
         self._require_graphs()
         chosen = self.graphs if graph is None else [self._graph(graph)]
-        return OpTable([Op(graph=record.index, **vars(row)) for record in chosen for row in record.forward.ops],
-                       self.config.get("opt_level", ""))
+        return ops_of(chosen, self.config.get("opt_level", ""))
 
     def explain(self, what: str, graph: int | None = None) -> Explanation:
         """Return each op of a module (a path or pattern, as of `precision=`), or each op of a name. `print` it.
@@ -304,7 +295,7 @@ class Report:
             report.notes = list(data["notes"])
             report.graphs = [GraphReport.from_json(row) for row in data["graphs"]]
             if str(report) and report.graphs:
-                report_page(report)  # which reads all of it
+                report_page(page_data(report.config, report.graphs, report.notes))  # which reads all of it
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ValueError(f"apexfx: {path} holds a malformed report ({type(error).__name__}: {error}); {advice}") from error
         return report
@@ -314,7 +305,9 @@ class Report:
 
         Names of nodes and line numbers, which differ by accident, are left out. `print` it for a table.
         """
-        return compare(self, other)
+        if not isinstance(other, Report):
+            raise TypeError(f"apexfx: compare({other!r}) was given, expected a report: model.report, or Report.load(path)")
+        return compare((self.config, other.config), (self.graphs, other.graphs))
 
     def to_html(self, path: str | Path, *, profile: Profile | None = None, comparison: Any = None) -> None:
         """Write one self-contained HTML page to look at: graphs, diffs, modules drawn, ops and dtypes, memory, buckets.
@@ -327,7 +320,9 @@ class Report:
             RuntimeError: before any graph exists.
             ValueError: a profile or comparison of something else.
         """
-        Path(path).write_text(report_page(self, profile, comparison), encoding="utf-8")
+        self._require_graphs()
+        data = page_data(self.config, self.graphs, self.notes, profile, comparison)
+        Path(path).write_text(report_page(data), encoding="utf-8")
 
     def __str__(self) -> str:
         return report_text(self.config, self.graphs, self.notes)

@@ -14,29 +14,27 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
+from .cast_ledger import ledger_of
 from .memory import MemoryTimeline
 from .node_numbers import Place, errors_of, kernels_of, rows_at
-from .ops import Explanation
+from .ops import Explanation, ops_of
 from .profile import KernelTime, Profile, row_name
 from .records import GraphReport, StageReport
 from .text import ops_text, options_text, places, remarks
 from .text_diff import opcodes
 
-if TYPE_CHECKING:
-    from .data import Report
-
 _PAGE = Path(__file__).parent / "page"
 _SCRIPTS = ("dagre.js", "page.js", "numbers.js", "code.js", "views.js", "draw.js", "timeline.js", "start.js")
 
 
-def report_page(report: Report, profile: Profile | None = None, comparison: Any = None) -> str:
-    """Return the whole page; arguments as of `Report.to_html`."""
+def report_page(data: dict[str, Any]) -> str:
+    """Return the whole page that shows `page_data`."""
     style, *scripts = ((_PAGE / name).read_text(encoding="utf-8") for name in ("page.css", *_SCRIPTS))
-    block = json.dumps(page_data(report, profile, comparison), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    block = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {' '.join(map(_hash, scripts))}"
     parts = {"policy": policy, "style": style, "data": block,
              "scripts": "\n".join(f"<script>{script}</script>" for script in scripts)}
@@ -61,9 +59,14 @@ class _Texts:
         return list(map(self, texts))
 
 
-def page_data(report: Report, profile: Profile | None = None, comparison: Any = None) -> dict[str, Any]:
-    """Return what the page shows, as JSON-able values; a number in the place of a text is an index into "texts"."""
-    number, ledger, table = _Texts(), report.casts(), report.ops()
+def page_data(config: Mapping[str, Any], graphs: Sequence[GraphReport], notes: Sequence[str], profile: Profile | None = None,
+              comparison: Any = None) -> dict[str, Any]:
+    """Return what the page shows, as JSON-able values; a number in the place of a text is an index into "texts".
+
+    Arguments are as of `Report` and its `to_html`.
+    """
+    level = config.get("opt_level", "")
+    number, ledger, table = _Texts(), ledger_of(graphs, level), ops_of(graphs, level)
     about = Explanation(table, table.level, "model", table)
     ops = [[op.graph, *number.all([op.node, op.op, op.dtype, op.rule, op.reason, op.where, op.source]), int(op.computes),
             number.all(list(map(str, op.operands))), number(f"precision={override}" if (override := about.override(op)) else "")]
@@ -71,19 +74,19 @@ def page_data(report: Report, profile: Profile | None = None, comparison: Any = 
     casts = [[cast.graph, *number.all([cast.node, cast.op, cast.rule, cast.reason, cast.source_dtype, cast.target_dtype,
                                        cast.tensor, cast.source, getattr(cast, "removed", "")]), cast.bytes]
              for cast in (*ledger.casts, *ledger.removed)]
-    places = rows_at(report.graphs, comparison) if comparison is not None else []
-    kernels, errors = kernels_of(report.graphs, profile), errors_of(comparison, places) if comparison is not None else {}
-    graphs = [{"index": graph.index, "identity": graph.identity, "breaks": list(graph.breaks), "plan": _plan(graph),
-               "stages": [_stage(stage, number, kernels.get(place, ()), errors.get(place, {}))
-                          for stage in graph.stages for place in [(graph.index, stage.stage)]]}
-              for graph in report.graphs]
-    return {"options": options_text(report.config), "graphs": graphs, "ops": ops, "casts": casts,
+    places = rows_at(graphs, comparison) if comparison is not None else []
+    kernels, errors = kernels_of(graphs, profile), errors_of(comparison, places) if comparison is not None else {}
+    shown = [{"index": graph.index, "identity": graph.identity, "breaks": list(graph.breaks), "plan": _plan(graph),
+              "stages": [_stage(stage, number, kernels.get(place, ()), errors.get(place, {}))
+                         for stage in graph.stages for place in [(graph.index, stage.stage)]]}
+             for graph in graphs]
+    return {"options": options_text(config), "graphs": shown, "ops": ops, "casts": casts,
             "kinds": [list(vars(kind).values()) for kind in table.kinds()],
             "cast_kinds": [list(vars(kind).values()) for kind in ledger.kinds()],
             "profile": _profile(profile) if profile is not None else None,
-            "comparison": _comparison(report, comparison, places) if comparison is not None else None,
+            "comparison": _comparison(graphs, comparison, places) if comparison is not None else None,
             "summaries": [table.summary, ledger.summary],
-            "remarks": [line for line in remarks(report.graphs, report.notes) if line], "texts": list(number.numbers)}
+            "remarks": [line for line in remarks(graphs, notes) if line], "texts": list(number.numbers)}
 
 
 def _stage(stage: StageReport, number: _Texts, kernels: Iterable[tuple[KernelTime, list[str]]],
@@ -114,8 +117,9 @@ def _profile(profile: Profile) -> dict[str, Any]:
     return {"title": profile.summary, "ms": profile.ms, "slowest": slowest, "tables": tables}
 
 
-def _comparison(report: Report, comparison: Any, places: Sequence[Mapping[Place, Sequence[str]]]) -> dict[str, Any]:
-    order = {(graph.index, "forward", op.node): index for graph in report.graphs for index, op in enumerate(graph.forward.ops)}
+def _comparison(graphs: Iterable[GraphReport], comparison: Any,
+                places: Sequence[Mapping[Place, Sequence[str]]]) -> dict[str, Any]:
+    order = {(graph.index, "forward", op.node): index for graph in graphs for index, op in enumerate(graph.forward.ops)}
     rows = []
     for row, stages in zip(comparison, places):
         at = next(((*place, nodes[0]) for place, nodes in stages.items()), None)

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..graph.printing import count_text
 from ..precision.op_dtypes import FOLLOWS, OpDtype
 from ..precision.policy import and_above, covers
 from .fold_repeats import fold, group, pieces
+from .records import GraphReport
 
 _FLOATS = ("f16", "bf16", "f32", "f64", "complex64", "complex128")
 _MOST_OPERANDS = 8  # of an op that `explain` lists
@@ -93,6 +94,11 @@ class OpTable(Sequence[Op]):
         return "\n".join([self.summary, *([table] if rows else []), *([derivative] if lines else [])])
 
     __repr__ = __str__
+
+
+def ops_of(graphs: Iterable[GraphReport], level: str) -> OpTable:
+    """Return the ops of the forward graphs."""
+    return OpTable([Op(graph=graph.index, **vars(row)) for graph in graphs for row in graph.forward.ops], level)
 
 
 class Explanation(OpTable):

@@ -6,17 +6,17 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
 
 from ..graph.printing import count_text, size_text
+from .cast_ledger import ledger_of
 from .fold_repeats import fold, group, pieces
-from .ops import Op
+from .ops import Op, ops_of
 from .records import GraphReport, runs
 
-if TYPE_CHECKING:
-    from .data import Report
+_Graphs = Sequence[GraphReport]
 
 
 @dataclass(frozen=True)
@@ -60,26 +60,27 @@ class ReportDiff(Sequence[Change]):
     __repr__ = __str__
 
 
-def compare(before: Report, after: Report) -> ReportDiff:
-    """Return what is different in `after`. Graphs are matched by mode and order; of one that a side lacks only that is said."""
-    if not hasattr(after, "graphs"):
-        raise TypeError(f"apexfx: compare({after!r}) was given, expected a report: model.report, or Report.load(path)")
-    labels = [_labels(report) for report in (before, after)]
+def compare(configs: tuple[Mapping[str, Any], Mapping[str, Any]], sides: tuple[_Graphs, _Graphs]) -> ReportDiff:
+    """Return what is different in the second of two reports, of which these are the options and the graphs.
+
+    Graphs are matched by mode and order; of one that a side lacks only that is said.
+    """
+    labels = [*map(_labels, sides)]
     both = set(labels[0].values()) & set(labels[1].values())
-    changes = [*_differences("option", *(json.loads(json.dumps(report.config, default=str)) for report in (before, after)))]
-    changes += _differences("graph", *({label: _inputs(report.graphs[index]) for index, label in own.items()}
-                                       for report, own in zip((before, after), labels)))
+    changes = [*_differences("option", *(json.loads(json.dumps(config, default=str)) for config in configs))]
+    changes += _differences("graph", *({label: _inputs(graphs[index]) for index, label in own.items()}
+                                       for graphs, own in zip(sides, labels)))
     shared = [{index: label for index, label in own.items() if label in both} for own in labels]
     for kind, read in (("constant", _constants), ("op", _ops), ("casts", _casts), ("bucket", _buckets), ("memory", _memory)):
-        changes += _differences(kind, *map(read, (before, after), shared))
+        changes += _differences(kind, *map(read, sides, shared))
     return ReportDiff(changes)
 
 
-def _labels(report: Report) -> dict[int, str]:
+def _labels(graphs: _Graphs) -> dict[int, str]:
     """Return {index: "train", "train 2", "eval without gradients", ...} of the graphs."""
     seen: Counter[str] = Counter()
     labels = {}
-    for graph in report.graphs:
+    for graph in graphs:
         label = " ".join([graph.mode or "graph", *([] if graph.training else ["without gradients"]),
                           *(["without allreduce"] if graph.local else [])])
         seen[label] += 1
@@ -108,43 +109,43 @@ def _folded(changes: Sequence[Change]) -> Iterator[tuple[str, int, str, str, str
         yield members[0].kind, len(members), what, before, after
 
 
-def _constants(report: Report, labels: Mapping[int, str]) -> dict[str, str]:
+def _constants(graphs: _Graphs, labels: Mapping[int, str]) -> dict[str, str]:
     """Return {"train, temperature": "0.5", "train, blocks.0.drop.p": "0.1"}."""
-    return {f"{labels[graph.index]}, {name}": value for graph in report.graphs if graph.index in labels
+    return {f"{labels[graph.index]}, {name}": value for graph in graphs if graph.index in labels
             for name, value in graph.constants.items()}
 
 
-def _ops(report: Report, labels: Mapping[int, str]) -> dict[str, str]:
+def _ops(graphs: _Graphs, labels: Mapping[int, str]) -> dict[str, str]:
     """Return {"train, blocks.0.fc: linear": "2 x bf16"}: in which dtype the ops of a name in a module compute."""
     def dtype(op: Op) -> str:
-        causes = [name for name in op.promoted_by if name in report.graphs[op.graph].parameters]
+        causes = [name for name in op.promoted_by if name in graphs[op.graph].parameters]
         return op.dtype + (f" (promoted by {', '.join(causes)})" if causes else "")
 
-    ops = [op for op in (report.ops() if labels else ()) if op.computes and op.graph in labels]
+    ops = [op for op in ops_of(graphs, "") if op.computes and op.graph in labels]
     grouped = group(ops, lambda op: f"{labels[op.graph]}, {op.where}: {op.name}")
     return {key: _counted(map(dtype, members)) for key, members in grouped.items()}
 
 
-def _casts(report: Report, labels: Mapping[int, str]) -> dict[str, str]:
+def _casts(graphs: _Graphs, labels: Mapping[int, str]) -> dict[str, str]:
     """Return {"train: f32 -> bf16 for torch.linear": "4, 2.0 KiB"}."""
-    casts = [cast for cast in (report.casts() if labels else ()) if cast.graph in labels]
+    casts = [cast for cast in ledger_of(graphs, "") if cast.graph in labels]
     kinds = {label: [cast for cast in casts if labels[cast.graph] == label] for label in labels.values()}
     kinds |= group(casts, lambda cast: f"{labels[cast.graph]}: {cast.source_dtype} -> {cast.target_dtype} for {cast.op}")
     return {key: f"{len(rows)}, {size_text(sum(row.bytes for row in rows))} a step" for key, rows in kinds.items()}
 
 
-def _buckets(report: Report, labels: Mapping[int, str]) -> dict[str, str]:
+def _buckets(graphs: _Graphs, labels: Mapping[int, str]) -> dict[str, str]:
     """Return {"train, bucket 0": "12 gradients, 1.25 MiB float32, fc.bias to conv.weight"} of every plan."""
-    plans = [(labels[graph.index], entry.artifacts.plan) for graph, _, entry in runs(report.graphs)
+    plans = [(labels[graph.index], entry.artifacts.plan) for graph, _, entry in runs(graphs)
              if entry.artifacts.plan is not None and graph.index in labels]
     return {f"{label}, bucket {index}": f"{count_text(len(bucket.slots), 'gradient')}, {size_text(bucket.total_bytes)} "
                                         f"{bucket.dtypes()}, {bucket.parameters[0]} to {bucket.parameters[-1]}"
             for label, plan in plans for index, bucket in enumerate(plan.buckets)}
 
 
-def _memory(report: Report, labels: Mapping[int, str]) -> dict[str, str]:
+def _memory(graphs: _Graphs, labels: Mapping[int, str]) -> dict[str, str]:
     """Return {"train, peak": "1.25 MiB", "train, activations": ...} of every step."""
-    timelines = [(labels[graph.index], stage.memory) for graph in report.graphs if graph.index in labels
+    timelines = [(labels[graph.index], stage.memory) for graph in graphs if graph.index in labels
                  for stage in graph.stages if stage.memory is not None]
     return {f"{label}, {what}": size_text(number) for label, timeline in timelines
             for what, number in {"peak": timeline.peak, **{kind: timeline.largest(kind) for kind in timeline.alive}}.items()}

@@ -120,7 +120,7 @@ class StepGraphs:
             present = self._with_earlier(present)
             key = self._state.now.plan.text, present, is_mean
             if key not in self._known:
-                with self._compiling(), contextlib.suppress(NotRun), self._updates.compiler.without_running():
+                with self._compiling(), self._updates.compiler.without_running():
                     self._updates.compiling(self._static_inputs(), present, is_mean)
                 self._known.add(key)
 
@@ -141,7 +141,7 @@ class StepGraphs:
         check_contexts()
         self._ends = True
         variant = self._accumulates if self._updates_apart else self._steps
-        with contextlib.suppress(NotRun), forked_random(), variant.compiler.without_running():
+        with forked_random(), variant.compiler.without_running():
             self._compile_and_run(variant, batch, named)
 
     def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
@@ -193,12 +193,12 @@ class StepGraphs:
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
-        """Have Dynamo compile what is called in this context."""
+        """Have Dynamo compile what is called in this context, which ends where a graph is not to run."""
         if self._components.options.config.inner == "cudagraphs":
             self._fix_addresses()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
-        with ONE_CAPTURES, PROGRESS.compiling("Dynamo captures the step"), contextlib.nullcontext() if is_set else self._patch, \
-                explained_aliases(), torch.no_grad(), capture_errors():
+        with ONE_CAPTURES, PROGRESS.compiling("Dynamo captures the step"), contextlib.suppress(NotRun), \
+                contextlib.nullcontext() if is_set else self._patch, explained_aliases(), torch.no_grad(), capture_errors():
             yield
 
     def _fix_addresses(self) -> None:

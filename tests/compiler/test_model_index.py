@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import apexfx
+from apexfx._torch import fake_process_group
 from apexfx.compiler.model_index import ModelIndex, text_name
-from tests.fake_group import fake_process_group
 from tests.tables import table
 
 

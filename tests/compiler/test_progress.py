@@ -107,6 +107,13 @@ def test_it_tells_while_a_stage_lasts(monkeypatch):
         assert stream.getvalue() == "apexfx: 0 s: something long\n"
 
 
+def test_a_capture_that_runs_nothing_is_no_failure(monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    by_step().capture(torch.randn(2, 4), torch.tensor([0, 2]))
+    assert sys.stderr.getvalue().endswith("compiled\n")
+
+
 def test_a_failure_ends_the_line(monkeypatch):
     monkeypatch.setattr(progress, "SECONDS", 0.0)
     monkeypatch.setattr(sys, "stderr", stream := Terminal())

@@ -29,7 +29,7 @@ from torch._functorch.partitioners import default_partition
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
-from tests.fake_group import fake_process_group
+from apexfx._torch import fake_process_group
 from tests.small_models import Model
 
 ROWS: list[Fault] = []

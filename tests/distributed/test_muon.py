@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import apexfx
+from apexfx._torch import fake_process_group
 from apexfx.ops import orthogonalize, orthogonalize_rows
 from tests.distributed.launch import run_ranks
 from tests.distributed.sharded_models import batches, plain, whole
-from tests.fake_group import fake_process_group
 from tests.tables import table
 
 KINDS = "ddp", "optimizer", "fully_shard"

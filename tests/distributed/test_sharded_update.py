@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed import checkpoint
 
 import apexfx
+from apexfx._torch import fake_process_group
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
 from apexfx.passes import update_early
 from tests.distributed.collectives import communicated
 from tests.distributed.launch import run_ranks
 from tests.distributed.sharded_models import MODELS, Net, Scaled, batches, perceptron, plain, train, whole
-from tests.fake_group import fake_process_group
 from tests.tables import table
 
 OPTIMIZERS = {

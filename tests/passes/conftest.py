@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fake_group import fake_process_group
+from apexfx._torch import fake_process_group
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import apexfx
+from apexfx._torch import fake_process_group
 from apexfx.passes.gather_shards import GatherShards
 from apexfx.passes.schedule_shards import ScheduleShards
-from tests.fake_group import fake_process_group
 
 OPS = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "sum", "all_reduce": "norm", "addmm": "forward",
        "mm": "backward", "sgd_": "update"}

@@ -11,9 +11,9 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import apexfx
+from apexfx._torch import fake_process_group
 from apexfx.config import BucketConfig
 from apexfx.report import Report
-from tests.fake_group import fake_process_group
 from tests.report.test_ops import net_report
 
 

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
+from apexfx._torch import fake_process_group
 from apexfx.report.html import page_data
 from apexfx.report.memory import KINDS, MemoryTimeline
-from tests.fake_group import fake_process_group
 from tests.tables import table
 
 WIDTH, LAYERS = 512, 6
@@ -127,7 +127,7 @@ the largest tensors alive at gelu_backward:
 
 def test_the_page_holds_the_areas():
     step, timeline = captured()
-    memory = page_data(step.report)["graphs"][0]["stages"][1]["memory"]
+    memory = page_data(step.report.config, step.report.graphs, step.report.notes)["graphs"][0]["stages"][1]["memory"]
     assert len(memory["steps"]) == 5 and memory["peak"] == timeline.peak  # no buffers
     for kind, steps in memory["steps"].items():
         assert list(accumulate(steps)) == timeline.alive[kind]

@@ -52,7 +52,7 @@ class _Page(HTMLParser):
 
 
 def page_of(report, **measured):
-    page = _Page(report_page(report, **measured))
+    page = _Page(report_page(page_data(report.config, report.graphs, report.notes, **measured)))
     return page, next(json.loads(text) for text in page.texts if text.startswith('{"options"'))
 
 
@@ -96,7 +96,7 @@ def test_names_are_data_and_never_markup(name):
     stage.passes[0].matches[0] = type(stage.passes[0].matches[0])(name, name, name, name)
     stage.places.modules[name] = ["mm_default"]
     stage.passes[0].code += f"\n    # File: {name}:1 in {name}"
-    text = report_page(report)
+    text = report_page(page_data(report.config, report.graphs, report.notes))
     text.encode()
     page, data = page_of(report)
     assert len(page.texts) == 10, "a style, eight scripts and the data"
@@ -115,7 +115,7 @@ def test_texts_are_written_once_and_whole():
     report, name = make_report(Softsign(), Casts()), "4a2ad14e7181d5235b64cf37fcd715cb5ce5c8e7"
     entry = report.graphs[0].forward.passes[-1]
     entry.code = entry.code.replace("        return ", f"        group = '{name}'\n        return ")
-    data = page_data(report)
+    _, data = page_of(report)
     for label, numbers in data["graphs"][0]["stages"][0]["codes"]:
         text = report.code(after=None if label == entry.name else label)
         assert [data["texts"][number] for number in numbers] == [line for line in text.splitlines() if line.strip()]
@@ -133,7 +133,7 @@ BATCH = torch.randn(2, 4), torch.randn(2, 4)
 def test_the_times_of_a_profile_come_with_the_page():
     step = small_step()
     profile = step.report.profile(step, *BATCH, num_steps=1, num_warmup=0)
-    data = page_data(step.report, profile)
+    _, data = page_of(step.report, profile=profile)
     forward, whole = data["graphs"][0]["stages"]
     ours = sum(time.ms for time in profile.times if time.graph == 0)
     assert 0.9 * ours < sum(ms for _, ms, _, _ in whole["kernels"]) <= 1.001 * ours
@@ -142,7 +142,7 @@ def test_the_times_of_a_profile_come_with_the_page():
     assert [data["texts"][node] for node in tanh] == ["input_2"], "the captured graph, too"
     assert [what for what, _ in data["profile"]["tables"]] == ["module", "op", "pass", "line"] and data["comparison"] is None
     with pytest.raises(ValueError, match="profile= names no node"):
-        page_data(make_report(Softsign()), profile)
+        page_of(make_report(Softsign()), profile=profile)
 
 
 def test_a_kernel_of_a_forward_is_of_the_captured_graph_alone():
@@ -157,15 +157,15 @@ def test_a_kernel_of_a_forward_is_of_the_captured_graph_alone():
 def test_the_errors_of_a_comparison_come_with_the_page():
     step = small_step()
     comparison = apexfx.compare(step, BATCH)
-    data = page_data(step.capture(*BATCH), comparison=comparison)
+    _, data = page_of(step.capture(*BATCH), comparison=comparison)
     forward, whole = data["graphs"][0]["stages"]
     errors = {data["texts"][node]: error for node, error in whole["errors"]["error introduced"]}
     assert set(forward["errors"]) == {"error introduced", "share of the error"}
     assert any("tanh_backward" in node for node in errors) and all(error is not None for error in errors.values())
     [row] = [row for row in data["comparison"]["rows"] if "torch.tanh" in row["cells"]]
-    assert row["at"] == (0, "forward", "input_2") and data["comparison"]["verdict"] == comparison.summary
+    assert row["at"] == [0, "forward", "input_2"] and data["comparison"]["verdict"] == comparison.summary
     with pytest.raises(ValueError, match="comparison= names ops that"):
-        page_data(make_report(Softsign()), comparison=comparison)
+        page_of(make_report(Softsign()), comparison=comparison)
 
 
 def test_a_backward_belongs_to_the_module_of_its_forward():

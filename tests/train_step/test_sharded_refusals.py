@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import apexfx
+from apexfx._torch import fake_process_group
 from apexfx.optimizers import FusedLAMB
-from tests.fake_group import fake_process_group
 from tests.own_optimizers import RMSprop
 
 ONE, TWO = (4,), (2, 2)

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from ..._torch import fake_process_group
 from ...config import BucketConfig
-from .devices import DEVICES
+from .devices import DEVICES, Costs, Device
 from .models import MODELS, load
 from .network import PRESETS, Network, flat
 from .profile import Profile, analytic, measured
-from .sharded import SHARDS
-from .simulator import BucketChoice, Costs, Prediction, best_bucket, simulate
+from .sharded import OPTIMIZERS, SHARDS, TracedStep, traced
+from .simulator import BucketChoice, Prediction, best_bucket, best_of, simulate
 from .timeline import LEGEND
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_OPTIMIZERS = {"sgd": 3, "momentum": 5, "adam": 7, "muon": 5}  # reads and writes of each parameter
 _WIDTH = 96
 
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_DTYPES,
                         help="of compute and of the gradients that are sent (default: bfloat16)")
     parser.add_argument("--sync-bn", action="store_true", help="synchronize every batch norm")
-    parser.add_argument("--optimizer", choices=_OPTIMIZERS,
+    parser.add_argument("--optimizer", choices=OPTIMIZERS,
                         help="fused; what it reads and writes counts, and muon's products of matrices (default: adam)")
     parser.add_argument("--device", choices=DEVICES,
                         help="whose data sheet gives the times of ops, by their shapes (default: h100)")
@@ -58,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "'blocks.*' (default: the model's own)")
     parser.add_argument("--clip", action="store_true",
                         help="with --shard: gradients are clipped by their norm, for which every update waits")
-    parser.add_argument("--bucket-mib", type=_positive(float), metavar="MIB",
-                        help="where a bucket closes (default: BucketConfig's, a quarter of the gradients within bounds)")
+    parser.add_argument("--bucket-mib", type=_sizes, default=(), metavar="MIB",
+                        help="where a bucket closes (default: BucketConfig's, a quarter of the gradients within bounds); with "
+                             "--shard optimizer also several, as in 25,5,100: the best is named, and the first is simulated")
     parser.add_argument("--json", metavar="FILE", help="write all numbers")
 
 
@@ -68,6 +69,10 @@ def _ranks(text: str) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} was given, expected whole numbers of at least 1, as in 8,64,512")
     return tuple(map(int, parts))
+
+
+def _sizes(text: str) -> tuple[float, ...]:
+    return tuple(map(_positive(float), text.split(",")))
 
 
 def _positive(kind: type) -> Any:
@@ -99,18 +104,22 @@ def text(options: argparse.Namespace) -> str:
     options = argparse.Namespace(**{**vars(options), **decided})
     blocks = _blocks(options)
     model, inputs = load(options.model, options.batch, device="cpu" if options.measured else "meta")
-    profile, costs = _profile(options, model, inputs, blocks)
-    config = BucketConfig()
-    if options.bucket_mib is not None:
-        itemsize = max(spec.dtype.itemsize for spec in profile.gradients)
-        config = BucketConfig(message_size=max(1, round(options.bucket_mib * 2**20 / itemsize)))
-    how = {"costs": costs, "shard": options.shard, "clips": options.clip}
-    predictions = [simulate(profile, network, num_ranks, config, **how) for num_ranks in options.ranks]
-    choices = [best_bucket(profile, network, num_ranks, config, **how) if blocks is None else [] for num_ranks in options.ranks]
+    profile, device = _profile(options, model, inputs)
+    itemsize = max(spec.dtype.itemsize for spec in profile.gradients)
+    configs = [BucketConfig(message_size=max(1, round(mib * 2**20 / itemsize))) for mib in options.bucket_mib] or [BucketConfig()]
+    predictions, choices = [], []
+    for num_ranks in options.ranks:
+        tried, how = [], {"costs": Costs.on(device)}
+        for config in configs:
+            if options.shard is not None:
+                how |= {"device": device, "step": _traced(options, model, inputs, num_ranks, blocks, config)}
+            tried.append(simulate(profile, network, num_ranks, config, **how))
+        predictions.append(tried[0])
+        choices.append(best_bucket(profile, network, num_ranks, configs[0], **how) if options.shard is None else
+                       best_of(configs, tried, itemsize) if len(tried) > 1 else [])
     if options.json:
         _write(options, profile, predictions, choices)
-    synchronizes = profile != profile.without_sync()
-    rows = [_row(*row, synchronizes) for row in zip(predictions, choices)]
+    rows = [_row(*row, profile.synchronizes) for row in zip(predictions, choices)]
     sent = "collectives ms" if options.shard else "allreduce ms"
     headers = ("ranks", "step ms", "compute ms", "copies ms", sent, "exposed ms", "exposed", "SyncBN tax ms",
                "efficiency", "best bucket MiB", "step there ms")
@@ -118,7 +127,7 @@ def text(options: argparse.Namespace) -> str:
              f"{len(predictions[0].buckets)} {'buckets' if blocks is None else 'groups'}; {profile.source}; {where}")
     table = tabulate(rows, headers=[header.replace(" ", "\n", 1) for header in headers], disable_numparse=True)
     none = f"warning: --sync-bn was given, and {options.model} runs no batch norm: there is nothing to synchronize"
-    notes = [none] if options.sync_bn and not synchronizes else []
+    notes = [none] if options.sync_bn and not profile.synchronizes else []
     return "\n".join([title, *notes, "", table, "", *_pictures(predictions)])
 
 
@@ -136,13 +145,15 @@ def _network(options: argparse.Namespace) -> tuple[Network, str]:
 
 def _blocks(options: argparse.Namespace) -> str | None:
     """Return which modules are under `fully_shard`; None where the model is not."""
+    if len(options.bucket_mib) > 1 and options.shard != "optimizer":
+        raise ValueError("apexfx: several sizes were given by --bucket-mib without --shard optimizer; give one")
     if options.shard is None and options.clip:
         raise ValueError("apexfx: --clip was given without --shard; whole gradients are there when they are clipped anyway")
     if options.shard != "model":
         if options.blocks is not None:
             raise ValueError("apexfx: --blocks was given without --shard model, which gathers them; leave it out")
         return None
-    if options.bucket_mib is not None:
+    if options.bucket_mib:
         raise ValueError("apexfx: --bucket-mib was given with --shard model, which sums the gradients of a block; leave it out")
     if options.blocks is None and options.model not in MODELS:
         raise ValueError(f"apexfx: --shard model was given for {options.model!r}, and not which of its modules fully_shard() is "
@@ -150,13 +161,20 @@ def _blocks(options: argparse.Namespace) -> str | None:
     return options.blocks if options.blocks is not None else MODELS[options.model].blocks
 
 
-def _profile(options: argparse.Namespace, model: torch.nn.Module, inputs: Any, blocks: str | None) -> tuple[Profile, Costs]:
+def _profile(options: argparse.Namespace, model: torch.nn.Module, inputs: Any) -> tuple[Profile, Device]:
     if options.measured:
-        return measured(model, inputs, sync_bn=options.sync_bn, blocks=blocks), Costs.on(DEVICES["cpu-core"])
+        return measured(model, inputs, sync_bn=options.sync_bn), DEVICES["cpu-core"]
     device = DEVICES[options.device]
-    profile = analytic(model, inputs, device, dtype=getattr(torch, options.dtype), sync_bn=options.sync_bn,
-                       optimizer_passes=_OPTIMIZERS[options.optimizer], muon=options.optimizer == "muon", blocks=blocks)
-    return profile, Costs.on(device)
+    return analytic(model, inputs, device, dtype=getattr(torch, options.dtype), sync_bn=options.sync_bn,
+                    optimizer_passes=OPTIMIZERS[options.optimizer][0], muon=options.optimizer == "muon"), device
+
+
+def _traced(options: argparse.Namespace, model: torch.nn.Module, inputs: Any, num_ranks: int, blocks: str | None,
+            config: BucketConfig) -> TracedStep:
+    how = {} if options.measured else {"optimizer": options.optimizer, "dtype": getattr(torch, options.dtype)}
+    with fake_process_group(num_ranks):
+        return traced(model, inputs, shard=options.shard, sync_bn=options.sync_bn, clips=options.clip, blocks=blocks,
+                      config=config, **how)
 
 
 def _row(prediction: Prediction, choices: list[BucketChoice], synchronizes: bool) -> tuple[str, ...]:

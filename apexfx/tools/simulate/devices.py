@@ -1,4 +1,7 @@
-"""Estimate the seconds of an op on a device from shapes: by its flops or by the bytes it moves, whichever takes longer."""
+"""Estimate the seconds of an op on a device from shapes: by its flops or by the bytes it moves, whichever takes longer.
+
+`Costs` are of what is not an op of the model.
+"""
 
 from __future__ import annotations
 
@@ -78,3 +81,41 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in (
     _gpu("h200", 989e12, 494e12, 4.8e12, "H200 SXM data sheet: dense tensor cores, TF32 for float32, HBM3e"),
     Device("cpu-core", {torch.float32: 5e10}, 1e10, 2e-6, source="one core of a server, roughly; use --measured instead"),
 )}
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """Seconds of work on a bucket: `fixed_s`, plus `tensor_s` for each tensor and `byte_s` for each byte."""
+
+    fixed_s: float = 0.0
+    tensor_s: float = 0.0
+    byte_s: float = 0.0
+
+    def seconds(self, num_tensors: int, num_bytes: float) -> float:
+        return self.fixed_s + self.tensor_s * num_tensors + self.byte_s * num_bytes
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What buckets cost besides their allreduces, and how compute and communication slow each other.
+
+    Attributes:
+        gradient_s: seconds of what runs for every gradient.
+        fill: of a bucket: copying its gradients in and starting the allreduce.
+        write: of a bucket: copying its results back.
+        per_step_s: seconds once a step, after backward.
+        compute_rate, network_rate: see `timeline.run`; both 1 where communication needs no processor.
+    """
+
+    gradient_s: float = 0.0
+    fill: LinearCost = LinearCost()
+    write: LinearCost = LinearCost()
+    per_step_s: float = 0.0
+    compute_rate: float = 1.0
+    network_rate: float = 1.0
+
+    @classmethod
+    def on(cls, device: Device) -> Costs:
+        """Return estimates for a device: one launch a bucket (`cat`, `_foreach_copy_`), which reads and writes every byte."""
+        copy = LinearCost(device.launch_s, 0.0, 2 / (device.bytes_share * device.bytes_per_s))
+        return cls(fill=copy, write=copy)

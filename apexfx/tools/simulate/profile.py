@@ -1,7 +1,7 @@
 """A training step of one rank without communication, in segments: estimated from shapes, or measured.
 
 A segment of backward ends where a gradient is ready, so that buckets can start between segments. One also ends at every
-synchronized batch norm, which communicates there, and in front of what is the first to read a group of sharded parameters.
+synchronized batch norm, which communicates there.
 """
 
 from __future__ import annotations
@@ -32,27 +32,12 @@ class Segment:
         seconds: of compute.
         gradients: parameters whose gradients are ready when it ends.
         sync_bytes: what a synchronized batch norm reduces, and waits for, when it ends; 0 for none.
-        reads: the number of the group that what follows is the first of its pass to read; None for none.
     """
 
     name: str
     seconds: float
     gradients: tuple[str, ...] = ()
     sync_bytes: int = 0
-    reads: int | None = None
-
-
-@dataclass(frozen=True)
-class Group:
-    """What one call of `fully_shard` is given.
-
-    Attributes:
-        name: path of the module, "" for the model itself, which has what is in no other group, and stays whole in the backward.
-        parameters: what a gather needs to know of each.
-    """
-
-    name: str
-    parameters: tuple[GradientSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -64,8 +49,7 @@ class Profile:
         optimizer_s: seconds of the optimizer step.
         gradients: what a bucket plan needs to know of each, in the order in which they are ready.
         source: in words, where the seconds come from.
-        groups: of parameters under `fully_shard`, where that was asked for.
-        matrices: where Muon updates them, the seconds that making each orthogonal takes besides.
+        matrices_s: where Muon updates matrices, the seconds that making them orthogonal takes besides.
     """
 
     forward: tuple[Segment, ...]
@@ -73,8 +57,7 @@ class Profile:
     optimizer_s: float
     gradients: tuple[GradientSpec, ...]
     source: str = ""
-    groups: tuple[Group, ...] = ()
-    matrices: tuple[tuple[str, float], ...] = ()
+    matrices_s: float = 0.0
 
     @property
     def micro_batch_s(self) -> float:
@@ -84,21 +67,21 @@ class Profile:
     @property
     def compute_s(self) -> float:
         """Seconds of a step on one rank alone."""
-        return self.micro_batch_s + self.optimizer_s + sum(seconds for _, seconds in self.matrices)
+        return self.micro_batch_s + self.optimizer_s + self.matrices_s
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all gradients."""
         return sum(spec.numel * spec.dtype.itemsize for spec in self.gradients)
 
-    def without_sync(self) -> Profile:
-        """Return this profile with local batch norms."""
-        forward, backward = (tuple(replace(s, sync_bytes=0) for s in part) for part in (self.forward, self.backward))
-        return replace(self, forward=forward, backward=backward)
+    @property
+    def synchronizes(self) -> bool:
+        """Whether it has a synchronized batch norm."""
+        return any(segment.sync_bytes for segment in self.forward)
 
 
 def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtype = torch.float32, sync_bn: bool = False,
-             optimizer_passes: int = 7, muon: bool = False, blocks: str | None = None) -> Profile:
+             optimizer_passes: int = 7, muon: bool = False) -> Profile:
     """Return the profile of a training step of `model` on `device`, from shapes alone.
 
     The model runs on the meta device, where nothing is computed; every op takes what `Device.seconds` estimates.
@@ -109,8 +92,7 @@ def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtyp
         dtype: floating parameters and inputs are taken to have it.
         sync_bn: every training batch norm is synchronized.
         optimizer_passes: reads and writes of a tensor as large as the float32 parameters: 3 SGD, 5 with momentum, 7 Adam.
-        muon: parameters of two dimensions but embeddings are updated by Muon, five iterations in bfloat16.
-        blocks: see `groups_of`; None for a model that is not sharded.
+        muon: what `muons` names is updated by Muon, five iterations in bfloat16.
 
     Raises:
         ValueError: a model whose forward reads values, which the meta device does not have.
@@ -121,51 +103,59 @@ def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtyp
         return x.to("meta", dtype if x.is_floating_point() else x.dtype)
 
     model = model.to("meta", dtype).train()
-    groups = groups_of(model, blocks)
     clock = _OpClock(device)
     try:
         with clock:
-            forward, backward, gradients = _run(model, tree_map(moved, inputs), lambda: clock.now, sync_bn, groups)
+            forward, backward, gradients = _run(model, tree_map(moved, inputs), lambda: clock.now, sync_bn)
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(f"apexfx: {type(model).__name__} cannot be run on shapes alone ({error}); measure it instead "
                          "(--measured)") from error
     num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     seconds = device.seconds(0, 4 * num_parameters * optimizer_passes, dtype)
-    tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    matrices = [(name, *sorted(p.shape)) for name, p in model.named_parameters()
-                if muon and p.requires_grad and p.ndim == 2 and p.numel() and p not in tables]
-    products = tuple((name, device.seconds(5 * (4 * a * a * b + 2 * a**3), 0, torch.bfloat16)) for name, a, b in matrices)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    products = sum(orthogonal_seconds(device, shapes[name]) for name in muons(model)) if muon else 0.0
     source = f"shapes on {device.name}, {dtype}".replace("torch.", "")
-    return Profile(forward, backward, seconds, gradients, source, groups, products)
+    return Profile(forward, backward, seconds, gradients, source, products)
 
 
-def measured(model: nn.Module, inputs: Any, *, steps: int = 10, warmup: int = 3, sync_bn: bool = False,
-             blocks: str | None = None) -> Profile:
+def muons(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that Muon is taken to update: those of two dimensions but embeddings."""
+    tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    return {name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and p.numel() and p not in tables}
+
+
+def orthogonal_seconds(device: Device, shape: Sequence[int], num_iterations: int = 5) -> float:
+    """Return the seconds of the products that make a matrix nearly orthogonal."""
+    a, b = sorted(shape)
+    return device.seconds(num_iterations * (4 * a * a * b + 2 * a**3), 0, torch.bfloat16)
+
+
+def measured(model: nn.Module, inputs: Any, *, steps: int = 10, warmup: int = 3, sync_bn: bool = False) -> Profile:
     """Return the profile of `model` with SGD on this machine: medians over `steps` steps. It trains the model."""
-    take = sampler(model, inputs, sync_bn=sync_bn, blocks=blocks)
+    take = sampler(model, inputs, sync_bn=sync_bn)
     samples = [take() for _ in range(warmup + steps)][warmup:]
     return combine(samples, f"measured, {steps} steps")
 
 
-def sampler(model: nn.Module, inputs: Any, *, sync_bn: bool = False, blocks: str | None = None) -> Callable[[], Profile]:
+def sampler(model: nn.Module, inputs: Any, *, sync_bn: bool = False,
+            clock: Callable[[], float] = time.perf_counter) -> Callable[[], Profile]:
     """Return a function that runs one training step and returns its profile, for measurements that take turns."""
     model.train()
-    groups = groups_of(model, blocks)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     on_cuda = any(p.is_cuda for p in model.parameters())
 
-    def clock() -> float:
+    def now() -> float:
         if on_cuda:
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return clock()
 
     def take() -> Profile:
-        begin = clock()
+        begin = now()
         optimizer.zero_grad()
-        forward, backward, gradients = _run(model, inputs, clock, sync_bn, groups, begin)
-        begin = clock()
+        forward, backward, gradients = _run(model, inputs, now, sync_bn, begin)
+        begin = now()
         optimizer.step()
-        return Profile(forward, backward, clock() - begin, gradients, "measured, 1 step", groups)
+        return Profile(forward, backward, now() - begin, gradients, "measured, 1 step")
 
     return take
 
@@ -180,42 +170,40 @@ def combine(samples: Sequence[Profile], source: str) -> Profile:
         return tuple(replace(segment, seconds=end - begin) for segment, begin, end in zip(rows[0], ends, ends[1:]))
 
     optimizer_s = statistics.median(sample.optimizer_s for sample in samples)
-    return Profile(joined("forward"), joined("backward"), optimizer_s, samples[0].gradients, source, samples[0].groups)
+    return Profile(joined("forward"), joined("backward"), optimizer_s, samples[0].gradients, source)
 
 
-def groups_of(model: nn.Module, blocks: str | None) -> tuple[Group, ...]:
-    """Return the groups of a model whose blocks, and then itself, are given to `fully_shard`; none for None.
+def blocks_of(model: nn.Module, blocks: str) -> list[str]:
+    """Return the paths of the modules that are given to `fully_shard` before the model itself.
 
     Args:
-        model: before that.
-        blocks: the paths of its blocks, patterns of `fnmatch` for each part of a path: "blocks.*", "[4-9],1[0-9]".
+        blocks: patterns of `fnmatch` for each part of a path: "blocks.*", "[4-9],1[0-9]"; "" for none.
 
     Raises:
         ValueError: none is called so.
     """
-    if blocks is None:
-        return ()
     patterns = [pattern.strip().split(".") for pattern in blocks.split(",") if pattern]
 
     def is_block(path: list[str]) -> bool:
         return any(len(path) == len(pattern) and all(map(fnmatchcase, path, pattern)) for pattern in patterns)
 
-    paths = [name for name, _ in model.named_modules() if is_block(name.split("."))]
+    paths = [name for name, module in model.named_modules() if name and is_block(name.split(".")) and [*module.parameters()]]
     if patterns and not paths:
         raise ValueError(f"apexfx: no module of {type(model).__name__} is called {blocks!r}; its modules are "
                          f"{', '.join(name for name, _ in model.named_children())}, and those inside of them")
-    members: dict[str, list[GradientSpec]] = {path: [] for path in ("", *paths)}
-    for name, p in model.named_parameters():
-        home = next((path for path in reversed(paths) if name.startswith(f"{path}.")), "")
-        members[home].append(_spec(name, p))
-    return tuple(Group(path, tuple(specs)) for path, specs in members.items() if specs)
+    return paths
+
+
+def loss_of(out: Any) -> Any:
+    """Return the loss that a step is taken to have: of what a model returns, all that takes a gradient, in float32."""
+    return sum(leaf.float().square().mean() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad)
 
 
 def _spec(name: str, p: Tensor) -> GradientSpec:
     return GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, torch.device(p.device.type), dim_order(p.shape, p.stride()))
 
 
-def _run(model: nn.Module, inputs: Any, clock: Callable[[], float], sync_bn: bool, groups: Sequence[Group],
+def _run(model: nn.Module, inputs: Any, clock: Callable[[], float], sync_bn: bool,
          begin: float | None = None) -> tuple[tuple[Segment, ...], tuple[Segment, ...], tuple[GradientSpec, ...]]:
     """Run forward and backward; return the segments of both, and the gradients in the order in which they are ready."""
     recorder = _SegmentRecorder(clock, clock() if begin is None else begin)
@@ -230,16 +218,12 @@ def _run(model: nn.Module, inputs: Any, clock: Callable[[], float], sync_bn: boo
         gradients.append(_spec(name, p))
 
     hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in names]
-    of_parameter = {spec.name: number for number, group in enumerate(groups) for spec in group.parameters}
     for name, module in model.named_modules():
         if sync_bn and isinstance(module, BatchNorm):
             hooks += _sync_hooks(name, module, recorder)
-        own = [f"{name}.{each}".removeprefix(".") for each, _ in module.named_parameters(recurse=False)]
-        if number := [of_parameter[each] for each in own if each in of_parameter]:
-            hooks += _reading_hooks(name, module, number[0], recorder)
     try:
         out = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-        loss = sum(leaf.float().square().mean() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        loss = loss_of(out)
         forward = recorder.end_pass()
         if not isinstance(loss, Tensor):
             raise ValueError(f"apexfx: no output of {type(model).__name__} takes a gradient; there is no backward to simulate")
@@ -257,15 +241,10 @@ class _SegmentRecorder:
         self.clock, self.begin = clock, begin
         self.segments: list[Segment] = []
 
-    def end_segment(self, name: str, gradients: tuple[str, ...] = (), sync_bytes: int = 0, reads: int | None = None) -> None:
+    def end_segment(self, name: str, gradients: tuple[str, ...] = (), sync_bytes: int = 0) -> None:
         now = self.clock()
-        self.segments.append(Segment(name, now - self.begin, gradients, sync_bytes, reads))
+        self.segments.append(Segment(name, now - self.begin, gradients, sync_bytes))
         self.begin = now
-
-    def end_unless_read(self, name: str, group: int) -> None:
-        """End a segment in front of what reads a group, where nothing in this pass has before."""
-        if all(segment.reads != group for segment in self.segments):
-            self.end_segment(name, reads=group)
 
     def end_pass(self) -> tuple[Segment, ...]:
         self.end_segment("rest")
@@ -282,18 +261,6 @@ def _sync_hooks(name: str, module: nn.Module, recorder: _SegmentRecorder) -> lis
     def after_forward(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
         if out.requires_grad:  # when the gradient of the output is there
             out.register_hook(lambda _grad: recorder.end_segment(name, sync_bytes=num_bytes))
-
-    return [module.register_forward_pre_hook(before_forward), module.register_forward_hook(after_forward)]
-
-
-def _reading_hooks(name: str, module: nn.Module, group: int, recorder: _SegmentRecorder) -> list[Any]:
-    def before_forward(_module: nn.Module, _inputs: Any) -> None:
-        recorder.end_unless_read(name, group)
-
-    def after_forward(_module: nn.Module, inputs: Any, out: Any) -> None:
-        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(inputs)):  # or the backward reads no weight
-            for each in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad):
-                each.register_hook(lambda _grad: recorder.end_unless_read(name, group))
 
     return [module.register_forward_pre_hook(before_forward), module.register_forward_hook(after_forward)]
 

@@ -1,301 +1,246 @@
-"""What a rank does in a step that is sharded: a model under `fully_shard`, or `shard="optimizer"`.
+"""A step that is sharded, as the graph that would run: a model under `fully_shard`, or `shard="optimizer"`.
 
-A model under `fully_shard` gathers a group of parameters in front of what reads it first, each while the one before it computes;
-in the backward it does so again, but for the model's own group and the one that the forward gathered last. A group's gradients
-are summed so that each rank has its rows. `shard="optimizer"` sums buckets so, and gathers what was updated of each.
-
-A sum is waited for behind the start of the next one, and there its update follows; that of a bucket halfway to there, unless the
-next is short, so that its gather travels before that. Where gradients are clipped, all updates wait for their norm, a sum of two
-numbers more; buckets are waited for in front of that.
-
-Matrices that Muon updates are exchanged in the end, in front of updates that wait for a norm: rows of each go to the rank that
-makes it orthogonal, and back; with `shard="optimizer"` all of it to all ranks, in the place of a gather of what was updated.
+`traced` makes the step by `train_step`, in a process group whose other ranks are not there, and captures it; nothing runs.
+`program` reads the graph as all passes have left it, node by node. Its collectives and waits are those of a rank's program. Among
+its ops the seconds of the profile's forward, backward and update are divided, in proportion to what each would take alone. Copies
+around collectives have costs of their own.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from ...buckets.bucket import BucketSlot, GradientSpec
-from ...buckets.plan import BucketPlan
-from ...ops.orthogonalize_rows import parts_of, slots
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.fx.passes.infra.pass_base import PassResult
+
+from ..._torch import OpOverload, tree_leaves, tree_map
+from ...buckets.windows import MARK
+from ...config import BucketConfig
+from ...graph.collectives import is_collective, is_wait
+from ...graph.nodes import value
+from ...graph.order import aliases
+from ...passes.base import Pass
+from ...passes.scatter_gradients import ROWS
+from ...report.memory import WHOLE
+from ...train_step import train_step
+from .devices import Costs, Device, op_cost
 from .network import Network
-from .profile import Profile
+from .profile import Profile, blocks_of, loss_of, muons, orthogonal_seconds
 from .timeline import Start, Task, Wait, Work
 
-if TYPE_CHECKING:
-    from .simulator import Costs
-
 SHARDS = ("model", "optimizer")
-_SUMS, _STATISTICS = 0, 1  # channels
-_UPDATED_ITEMSIZE = 4  # of what is gathered behind an update: parameters are float32, whatever is computed in
-
-_NORM_BYTES = 16  # float64: a sum of squares, and how many are not finite
+_OPS, _ATEN = torch.ops.apexfx, torch.ops.aten
+_FLATTENS = (_OPS.flatten_bucket.default, _ATEN._chunk_cat.default)
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Parameters of which each rank has rows.
+class TracedStep:
+    """A step's graph.
 
     Attributes:
-        number: in names.
-        parameters: their names.
-        numel: of all.
-        padded: the same with as many rows on each rank.
-        itemsize: of what is computed in.
+        nodes: in order.
+        num_ranks, shard: for which it was made.
     """
 
-    number: int
-    parameters: tuple[str, ...]
-    numel: int
-    padded: int
-    itemsize: int
-
-    @classmethod
-    def of(cls, number: int, members: Iterable[tuple[str, GradientSpec | BucketSlot]], itemsize: int, num_ranks: int) -> _Rows:
-        names, specs = zip(*members)
-        padded = sum(-(-(spec.shape or (1,))[0] // num_ranks) * num_ranks * math.prod(spec.shape[1:]) for spec in specs)
-        return cls(number, names, sum(spec.numel for spec in specs), padded, itemsize)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.padded * self.itemsize
-
-
-@dataclass
-class _Rank:
-    """The program of a rank, as far as it has been written."""
-
-    network: Network
+    nodes: Sequence[fx.Node]
     num_ranks: int
-    costs: Costs
-    update_s: float  # of one element
-    clips: bool
-    program: list[Task] = field(default_factory=list)
-
-    def collective(self, kind: str, name: str, num_bytes: int, channel: int = _SUMS) -> None:
-        takes = self.network.allreduce_seconds if kind == "all_reduce" else self.network.gather_seconds
-        self.program.append(Start(name, takes(num_bytes, self.num_ranks), channel, num_bytes, kind))
-
-    def start_gather(self, name: str, rows: _Rows, num_bytes: int) -> None:
-        fill = self.costs.fill.seconds(len(rows.parameters), num_bytes / self.num_ranks)
-        self.program.append(Work(f"fill {name}", fill, "fill"))
-        self.collective("all_gather", name, num_bytes)
-
-    def end_gather(self, name: str, rows: _Rows, num_bytes: int) -> None:
-        write = self.costs.write.seconds(len(rows.parameters), num_bytes)
-        self.program += [Wait(name), Work(f"write {name}", write, "write")]
-
-    def orthogonalize(self, matrices: Sequence[tuple[GradientSpec, float]], whole: bool) -> None:
-        """Exchange matrices, of which each takes so many seconds; `whole`: all of what is made of them goes to every rank."""
-        n, back = self.num_ranks, "all_gather" if whole else "all_to_all_single"
-        parts, sent = parts_of([spec.shape for spec, _ in matrices], n), list[int]()
-        for number, members in enumerate(parts):
-            lengths, widths = zip(*((0, 0) if place is None else matrices[place][0].shape for place in members))
-            sent.append(2 * n * slots(lengths, widths, n)[-1])  # bfloat16
-            self.program.append(Work(f"fill rows {number}", self.costs.fill.seconds(len(members), sent[-1]), "fill"))
-            self.collective("all_to_all_single", f"rows {number}", sent[-1])
-        for number, members in enumerate(parts):  # of a stack the first is the one that takes longest
-            seconds = sum(matrices[place][1] for place in members[::n])
-            self.program += [Wait(f"rows {number}"), Work(f"orthogonalize {number}", seconds, "optimizer")]
-            self.collective(back, f"made {number}", sent[number] * (n if whole else 1))
-        for number, members in enumerate(parts):
-            write = self.costs.write.seconds(len(members), sent[number] * (n if whole else 1))
-            self.program += [Wait(f"made {number}"), Work(f"write made {number}", write, "write")]
-        numel = sum(spec.numel for spec, _ in matrices)
-        self.program.append(Work("update matrices", self.update_s * numel, "optimizer"))
-
-    def update(self, rows: _Rows) -> None:
-        self.program.append(Work(f"update {rows.number}", self.update_s * rows.numel, "optimizer"))
+    shard: str
 
 
-class _Gathers:
-    """Gathers in front of their readers, one ahead.
+class _ReadNodes(Pass):
+    """Keep the nodes of the graph as all other passes have left it."""
+
+    name = "read_nodes"
+    stage = "step"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        self.nodes = list(gm.graph.nodes)
+        return PassResult(gm, False)
+
+
+def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    named, matrices = list(model.named_parameters()), muons(model)
+    ours, others = ([p for name, p in named if (name in matrices) is wanted] for wanted in (True, False))
+    return [make(params) for make, params in ((torch.optim.Muon, ours), (torch.optim.AdamW, others)) if params]
+
+
+# Reads and writes of each parameter, and what makes the optimizer of a model.
+OPTIMIZERS: Mapping[str, tuple[int, Callable[[nn.Module], Any]]] = {
+    "sgd": (3, lambda model: torch.optim.SGD(model.parameters())),
+    "momentum": (5, lambda model: torch.optim.SGD(model.parameters(), momentum=0.9)),
+    "adam": (7, lambda model: torch.optim.Adam(model.parameters())),
+    "muon": (5, _muon),
+}
+
+
+def traced(model: nn.Module, inputs: Any, *, shard: str, optimizer: str = "sgd",
+           dtype: torch.dtype = torch.float32, sync_bn: bool = False, clips: bool = False, blocks: str | None = None,
+           config: BucketConfig | None = None) -> TracedStep:
+    """Return the graph of a step of `model` as this rank of the process group would run it.
 
     Args:
-        first: of each group, in the order in which the forward reads them.
-        again: in the backward.
+        model, inputs: on the CPU or the meta device; they stay as they are. Parameters are taken to be float32.
+        shard: "model": it is under `fully_shard`; "optimizer": the option of `train_step`.
+        optimizer: a key of `OPTIMIZERS`.
+        dtype: of compute.
+        sync_bn, clips: whether batch norms are synchronized, and gradients clipped.
+        blocks: with "model", see `blocks_of`.
+        config: with "optimizer", that of the buckets.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `train_step` and `capture`.
     """
+    model, read = copy.deepcopy(model).float().train(), _ReadNodes()
+    options: dict[str, Any] = {"opt_level": "O0"}
+    if shard == "model":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, of any command
 
-    def __init__(self, rank: _Rank, first: Iterable[_Rows], again: Iterable[_Rows]) -> None:
-        self._rank = rank
-        self._left = {"forward": deque(first), "backward": deque(again)}
-        self._pass, self._started = "forward", False
-
-    def begin_backward(self) -> None:
-        self._pass = "backward"
-        self._start_next()
-
-    def read(self, number: int) -> None:
-        left = self._left[self._pass]
-        if not left or left[0].number != number:
-            return  # kept
-        if not self._started:
-            self._start_next()
-        self._rank.end_gather(self._name(left[0]), left[0], left[0].num_bytes)
-        left.popleft()
-        self._start_next()
-
-    def _start_next(self) -> None:
-        left = self._left[self._pass]
-        self._started = bool(left)
-        if left:
-            self._rank.start_gather(self._name(left[0]), left[0], left[0].num_bytes)
-
-    def _name(self, rows: _Rows) -> str:
-        return f"gather {rows.number}" + (" again" if self._pass == "backward" else "")
+        policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for path in [*blocks_of(model, blocks), ""]:
+            fully_shard(model.get_submodule(path), mesh=mesh, mp_policy=policy)
+    else:
+        options |= {"ddp": config or True, "shard": shard}
+        if dtype != torch.float32:
+            options |= {"opt_level": "O2", "dtype": dtype}
+    if any(p.is_meta for p in model.parameters()):
+        model.to_empty(device="cpu")  # memory that nothing touches
+    make = OPTIMIZERS[optimizer][1]
+    step = train_step(model, objective=lambda model, *batch: loss_of(model(*batch)), optimizer=make(model), inner="eager",
+                      max_grad_norm=1.0 if clips else None, sync_bn=sync_bn, passes=[read], **options)
+    batch = tree_map(_on_cpu, inputs)
+    step.capture(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
+    return TracedStep(read.nodes, dist.get_world_size(), shard)
 
 
-class _Sums:
-    """Sums of gradients, what they update, and for buckets the gathers behind that.
-
-    Args:
-        name: what one is of: "bucket", in an order of their own, or "group", as they are ready.
-        members: of each, by its number, (name, parameter), and the itemsize that is computed in.
-        matrices: what Muon updates, and the seconds of each.
-    """
-
-    def __init__(self, rank: _Rank, name: str, members: Mapping[int, tuple[Sequence[tuple[str, GradientSpec | BucketSlot]], int]],
-                 matrices: Sequence[tuple[GradientSpec, float]]) -> None:
-        self._rank, self._name, self._matrices = rank, name, matrices
-        taken = {spec.name for spec, _ in matrices}
-        others = [(number, [each for each in own if each[0] not in taken], size) for number, (own, size) in members.items()]
-        self._updated = {number: _Rows.of(number, own, size, rank.num_ranks) for number, own, size in others if own}
-        self._left = [_Rows.of(number, own, size, rank.num_ranks) for number, (own, size) in members.items()]
-        self._started, self._awaited = list[_Rows](), list[_Rows]()
-        self._gathering: _Rows | None = None
-        self._begun = 0  # the place in the program behind the last start
-
-    def start(self, ready: set[str]) -> None:
-        for rows in list(self._left):
-            if ready.issuperset(rows.parameters):
-                self._start(rows)
-            elif self._name == "bucket":
-                return
-
-    def _start(self, rows: _Rows) -> None:
-        self._left.remove(rows)
-        waits = [before for before in self._started[-1:]
-                 if self._name == "group" or not self._rank.clips and before.number in self._updated]
-        if waits and self._name == "bucket" and 2 * rows.num_bytes >= waits[0].num_bytes:
-            self._end_amid(waits.pop())
-        fill = self._rank.costs.fill.seconds(len(rows.parameters), rows.num_bytes)
-        self._rank.program.append(Work(f"fill {self._name} {rows.number}", fill, "fill"))
-        self._rank.collective("reduce_scatter", f"{self._name} {rows.number}", rows.num_bytes)
-        self._started.append(rows)
-        self._awaited.append(rows)
-        self._begun = len(self._rank.program)
-        for before in waits:
-            self._end(before)
-
-    def _end_amid(self, rows: _Rows) -> None:
-        """End a sum where half of the backward since its start is left."""
-        program = self._rank.program
-        since = program[self._begun:]
-        del program[self._begun:]
-        half = sum(task.seconds for task in since if isinstance(task, Work) and task.kind == "backward") / 2
-        while since and half > 0:
-            if isinstance(task := since.pop(0), Work) and task.kind == "backward":
-                if task.seconds > half:
-                    since.insert(0, replace(task, seconds=task.seconds - half))
-                    task = replace(task, seconds=half)
-                half -= task.seconds
-            program.append(task)
-        self._end(rows)
-        program += since
-
-    def _end(self, rows: _Rows) -> None:
-        self._awaited.remove(rows)
-        self._rank.program.append(Wait(f"{self._name} {rows.number}"))
-        if not self._rank.clips and (own := self._updated.get(rows.number)) is not None:
-            self._rank.update(own)
-            self._start_gather(own)
-
-    def _start_gather(self, rows: _Rows) -> None:
-        if self._name == "bucket":
-            self._rank.start_gather(f"gather {rows.number}", rows, rows.padded * _UPDATED_ITEMSIZE)
-            self._end_gather()
-            self._gathering = rows
-            if rows.number == max(self._updated):  # there is none behind whose start it would be waited for
-                self._end_gather()
-
-    def _end_gather(self) -> None:
-        if (rows := self._gathering) is not None:
-            self._rank.end_gather(f"gather {rows.number}", rows, rows.padded * _UPDATED_ITEMSIZE)
-            self._gathering = None
-
-    def end(self) -> None:
-        for rows in list(self._left):
-            self._start(rows)
-        for rows in list(self._awaited):
-            self._end(rows)
-        if self._rank.clips:
-            self._rank.collective("all_reduce", "norm", _NORM_BYTES)
-            self._rank.program.append(Wait("norm"))
-        if self._matrices:
-            self._rank.orthogonalize(self._matrices, whole=self._name == "bucket")
-        if self._rank.clips:
-            own = [self._updated[rows.number] for rows in self._started if rows.number in self._updated]
-            for do in (self._rank.update, self._start_gather):  # one update of all
-                for rows in own:
-                    do(rows)
+def _on_cpu(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return torch.zeros_like(x, dtype=torch.float32 if x.is_floating_point() else None, device="cpu")
 
 
-def sharded_program(profile: Profile, network: Network, num_ranks: int, plan: BucketPlan | None, costs: Costs,
-                    clips: bool) -> list[Task]:
+def program(step: TracedStep, profile: Profile, device: Device, network: Network, costs: Costs) -> list[Task]:
     """Return what a rank does in a step, in order.
 
     Args:
-        profile: with groups, where the model is sharded.
-        network, num_ranks, costs: as of `simulate`.
-        plan: of the buckets of `shard="optimizer"`; None where the model is sharded.
-        clips: whether gradients are clipped by their norm.
+        profile: of one rank without communication; a rank takes of its update the share of the gradients that it has.
+        device: on which a node takes how long beside another.
+        network, costs: as of `simulate`.
     """
-    numel = sum(spec.numel for spec in profile.gradients)
-    rank = _Rank(network, num_ranks, costs, profile.optimizer_s / max(numel, 1), clips)
-    seconds = dict(profile.matrices)
-    matrices = [(spec, seconds[spec.name]) for spec in reversed(profile.gradients) if spec.name in seconds]
-    if plan is not None:
-        buckets = {number: ([(slot.parameter, slot) for slot in bucket.slots], bucket.reduce_dtype.itemsize)
-                   for number, bucket in enumerate(plan.buckets)}
-        sums, gathers = _Sums(rank, "bucket", buckets, matrices), _Gathers(rank, (), ())
+    parts, copies = _parts(step.nodes), _copies(step.nodes)
+    alone = {node: device.seconds(*_cost(node)) for node in step.nodes if node not in copies}
+    held = sum(value(node).numel() for node in step.nodes if is_collective(node) and MARK in node.meta)
+    share = held / max(sum(spec.numel for spec in profile.gradients), 1)
+    profiled = {"forward": sum(segment.seconds for segment in profile.forward),
+                "backward": sum(segment.seconds for segment in profile.backward), "optimizer": share * profile.optimizer_s}
+    sums = {part: sum(seconds for node, seconds in alone.items() if parts[node] == part) for part in profiled}
+    names, numbers = dict[str, str](), Counter[str]()
+    tasks: list[Task] = []
+    for node in step.nodes:
+        if is_collective(node):
+            names[node.name] = _name(node, parts[node], names, numbers)
+            kind, num_bytes = node.target._schema.name.partition("::")[2], max(_num_bytes(node), _num_bytes(node.args[0]))
+            takes = network.allreduce_seconds if kind == "all_reduce" else network.gather_seconds
+            # On a GPU statistics have a communicator of their own beside buckets (compiler/process_groups.py).
+            apart = step.shard == "optimizer" and parts[node] != "optimizer" and MARK not in node.meta
+            tasks.append(Start(names[node.name], takes(num_bytes, step.num_ranks), int(apart), num_bytes, kind))
+        elif is_wait(node):
+            start = node.args[0]
+            tasks.append(Wait(names[start.name]))
+            if WHOLE in node.meta:
+                write = costs.write.seconds(len(start.args[0].args[0]), _num_bytes(node))
+                tasks.append(Work(f"write {names[start.name]}", write, "write"))
+        elif node.target in _FLATTENS:
+            tasks.append(Work(node.name, costs.fill.seconds(len(node.args[0]), _num_bytes(node)), "fill"))
+        elif node.target is _OPS.orthogonalize_own.default:
+            tasks.append(Work(node.name, _orthogonal_seconds(node, device), "optimizer"))
+        elif copies.get(node):
+            tasks.append(Work(node.name, device.seconds(*_cost(node)), copies[node]))
+        elif alone.get(node):
+            tasks.append(Work(node.name, alone[node] * profiled[parts[node]] / sums[parts[node]], parts[node]))
+    return tasks
+
+
+def _parts(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """Return of which part of the step a node is: "forward", "backward" or "optimizer".
+
+    The loss is made by the forward, sums of gradients by the backward. Another node is of the last part that it reads.
+    """
+    forward = _makers([nodes[-1].args[0][0]])
+    backward = _makers(node for node in nodes if is_collective(node) and MARK in node.meta)
+    parts: dict[fx.Node, str] = {}
+    for node in nodes:
+        read = {parts[source] for source in node.all_input_nodes if source.op != "placeholder"}
+        if is_wait(node) and MARK in node.meta or "optimizer" in read:
+            parts[node] = "optimizer"
+        elif node in forward or node in backward:
+            parts[node] = "forward" if node in forward else "backward"
+        else:
+            parts[node] = min(read, default="optimizer")  # "backward" is less than "forward"
+    return parts
+
+
+def _makers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return nodes, and all that they are made of."""
+    found, todo = set[fx.Node](), list(nodes)
+    while todo:
+        if (node := todo.pop()) not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _copies(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """Return what copies in front of a collective, "fill", and behind one, "write".
+
+    What makes whole parameters of a gather, and puts them in place, is "": the wait has the costs of that, as of one copy.
+    """
+    copies: dict[fx.Node, str] = {}
+    for node in nodes:
+        behind = {copies.get(source) for source in node.all_input_nodes if source.op != "placeholder"}
+        if is_collective(node) or node.target is _OPS.orthogonalize_own.default:
+            copies[node] = "fill"
+        elif is_wait(node) or MARK in node.meta and "write" in behind:
+            copies[node] = "" if WHOLE in node.meta else "write"
+        elif "" in behind and (WHOLE in node.meta or node.target is _ATEN.copy_.default):
+            copies[node] = ""
+        elif node.target in _FLATTENS or not {MARK, WHOLE, ROWS}.isdisjoint(node.meta):
+            copies[node] = "fill"
+    return copies
+
+
+def _cost(node: fx.Node) -> tuple[int, int, torch.dtype]:
+    """Return what `op_cost` says of a node, and nothing of a view."""
+    if not isinstance(node.target, OpOverload) or aliases(node) and not node.target._schema.is_mutable:
+        return 0, 0, torch.float32
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    return op_cost(node.target, args, kwargs, value(node))
+
+
+def _num_bytes(node: fx.Node) -> int:
+    return sum(x.numel() * x.itemsize for x in tree_leaves(value(node)))
+
+
+def _orthogonal_seconds(node: fx.Node, device: Device) -> float:
+    """Return the seconds of the matrices that this rank, the first, makes orthogonal."""
+    _, lengths, widths, *_, num_iterations, num_ranks, _ = node.args
+    return sum(orthogonal_seconds(device, shape, num_iterations) for shape in zip(lengths[::num_ranks], widths[::num_ranks]))
+
+
+def _name(node: fx.Node, part: str, names: Mapping[str, str], numbers: Counter[str]) -> str:
+    """Return a name for a collective, one of those that came before it with a number: "gather 3", "gather 3 again"."""
+    if first := names.get(node.name.removesuffix("_again")):
+        return f"{first} again"
+    if MARK in node.meta or WHOLE in node.meta:
+        what = "bucket" if MARK in node.meta else "gather"
     else:
-        sums, gathers = _of_groups(rank, profile, matrices)
-    ready: set[str] = set()
-    for kind, segments in (("forward", profile.forward), ("backward", profile.backward)):
-        if kind == "backward":
-            gathers.begin_backward()
-        for index, segment in enumerate(segments):
-            rank.program.append(Work(segment.name, segment.seconds + costs.gradient_s * len(segment.gradients), kind))
-            if segment.sync_bytes and num_ranks > 1:
-                name = f"statistics of {segment.name}, {kind} {index}"
-                rank.collective("all_reduce", name, segment.sync_bytes, _STATISTICS)
-                rank.program.append(Wait(name))
-            if segment.reads is not None:
-                gathers.read(segment.reads)
-            ready.update(segment.gradients)
-            if segment.gradients:
-                sums.start(ready)
-    sums.end()
-    rank.program.append(Work("step", costs.per_step_s, "write"))
-    return rank.program
-
-
-def _of_groups(rank: _Rank, profile: Profile, matrices: Sequence[tuple[GradientSpec, float]]) -> tuple[_Sums, _Gathers]:
-    trained = {spec.name for spec in profile.gradients}
-    whole, summed = {}, {}
-    for number, group in enumerate(profile.groups):
-        members = [(spec.name, spec) for spec in group.parameters]
-        itemsize = members[0][1].dtype.itemsize
-        whole[number] = _Rows.of(number, members, itemsize, rank.num_ranks)
-        if own := [(name, spec) for name, spec in members if name in trained]:
-            summed[number] = own, itemsize
-    first, again = ([segment.reads for segment in segments if segment.reads is not None]
-                    for segments in (profile.forward, profile.backward))
-    dropped = {number for number in first[:-1] if profile.groups[number].name}
-    gathers = _Gathers(rank, [whole[number] for number in first], [whole[number] for number in again if number in dropped])
-    return _Sums(rank, "group", summed, matrices), gathers
+        what = "exchange" if part == "optimizer" else "statistics"
+    numbers[what] += 1
+    return f"{what} {numbers[what] - 1}"

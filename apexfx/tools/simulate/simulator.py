@@ -9,56 +9,19 @@ optimizer runs. A synchronized batch norm waits for its statistics at once. `sim
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...buckets.plan import BucketPlan, plan_buckets
 from ...config import BucketConfig
-from .devices import Device
+from .devices import Costs, Device
 from .network import Network
 from .profile import Profile
-from .sharded import sharded_program
+from .sharded import TracedStep, program
 from .timeline import Event, Start, Task, Timeline, Wait, Work, run
 
 _BUCKETS, _STATISTICS = 0, 1  # channels: buckets follow each other, statistics of batch norms have a communicator of their own
-
-
-@dataclass(frozen=True)
-class LinearCost:
-    """Seconds of work on a bucket: `fixed_s`, plus `tensor_s` for each tensor and `byte_s` for each byte."""
-
-    fixed_s: float = 0.0
-    tensor_s: float = 0.0
-    byte_s: float = 0.0
-
-    def seconds(self, num_tensors: int, num_bytes: float) -> float:
-        return self.fixed_s + self.tensor_s * num_tensors + self.byte_s * num_bytes
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What buckets cost besides their allreduces, and how compute and communication slow each other.
-
-    Attributes:
-        gradient_s: seconds of what runs for every gradient.
-        fill: of a bucket: copying its gradients in and starting the allreduce.
-        write: of a bucket: copying its results back.
-        per_step_s: seconds once a step, after backward.
-        compute_rate, network_rate: see `timeline.run`; both 1 where communication needs no processor.
-    """
-
-    gradient_s: float = 0.0
-    fill: LinearCost = LinearCost()
-    write: LinearCost = LinearCost()
-    per_step_s: float = 0.0
-    compute_rate: float = 1.0
-    network_rate: float = 1.0
-
-    @classmethod
-    def on(cls, device: Device) -> Costs:
-        """Return estimates for a device: one launch a bucket (`cat`, `_foreach_copy_`), which reads and writes every byte."""
-        copy = LinearCost(device.launch_s, 0.0, 2 / (device.bytes_share * device.bytes_per_s))
-        return cls(fill=copy, write=copy)
 
 
 @dataclass(frozen=True)
@@ -91,15 +54,15 @@ class Prediction:
     @property
     def buckets(self) -> list[Event]:
         """The sums of gradients: when each was started, began and ended, and its bytes."""
-        return self._named("bucket ", "group ")
+        return self._named("bucket ")
 
     @property
     def gathers(self) -> list[Event]:
         """The same of the gathers of parameters, where something is sharded."""
         return self._named("gather ")
 
-    def _named(self, *prefixes: str) -> list[Event]:
-        return [event for event in self.timeline.track("communication") if event.name.startswith(prefixes)]
+    def _named(self, prefix: str) -> list[Event]:
+        return [event for event in self.timeline.track("communication") if event.name.startswith(prefix)]
 
     @property
     def efficiency(self) -> float:
@@ -135,8 +98,8 @@ def plan_for(profile: Profile, config: BucketConfig, num_ranks: int) -> BucketPl
 
 
 def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketConfig | None = None, *,
-             costs: Costs | None = None, plan: BucketPlan | None = None, shard: str | None = None,
-             clips: bool = False) -> Prediction:
+             costs: Costs | None = None, plan: BucketPlan | None = None, step: TracedStep | None = None,
+             device: Device | None = None) -> Prediction:
     """Predict a step.
 
     Args:
@@ -146,36 +109,29 @@ def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketC
         config: the bucket options; default `BucketConfig()`.
         costs: of buckets; default: none.
         plan: instead of the one that `config` gives.
-        shard: "model": it is under `fully_shard`, in the profile's groups; "optimizer": the update is shared.
-        clips: of a step that is sharded, whether gradients are clipped by their norm.
+        step: the graph of a step that is sharded, for as many ranks, in place of buckets.
+        device: with that, where its ops have their proportions.
 
     Raises:
-        ValueError: a plan for other gradients.
+        ValueError: a plan for other gradients, or a graph for another number of ranks.
     """
     costs = costs or Costs()
-    if shard == "model":
-        plan = None
+    if step is not None:
+        if step.num_ranks != num_ranks:
+            raise ValueError(f"apexfx: a step of {step.num_ranks} ranks was given for {num_ranks}; trace one for those")
+        tasks = program(step, profile, device, network, costs)
     else:
         plan = plan or plan_for(profile, config or BucketConfig(), num_ranks)
         plan.check([spec for spec in profile.gradients if spec.numel])
-    if shard is not None:
-        profile = replace(profile, optimizer_s=profile.optimizer_s / num_ranks)
+        tasks = _program(profile, network, num_ranks, plan, costs)
     rates = {"compute_rate": costs.compute_rate, "network_rate": costs.network_rate}
-
-    def program_of(profile: Profile) -> list[Task]:
-        if shard is not None:
-            return sharded_program(profile, network, num_ranks, plan, costs, clips)
-        return _program(profile, network, num_ranks, plan, costs)
-
-    program = program_of(profile)
-    timeline = run(program, **rates)
-    step_s, tax = timeline.seconds, 0.0
-    local = profile.without_sync()
-    if local != profile:
-        tax = step_s - run(program_of(local), **rates).seconds
-    works = [task for task in program if isinstance(task, Work)]
+    timeline = run(tasks, **rates)
+    local = [task for task in tasks if isinstance(task, Work) or not task.name.startswith("statistics")]
+    step_s = timeline.seconds
+    tax = step_s - run(local, **rates).seconds if len(local) < len(tasks) else 0.0
+    works = [task for task in tasks if isinstance(task, Work)]
     work = sum(task.seconds for task in works)
-    alone = sum(task.seconds for task in program if isinstance(task, Start))
+    alone = sum(task.seconds for task in tasks if isinstance(task, Start))
     compute_s = profile.micro_batch_s + sum(task.seconds for task in works if task.kind == "optimizer")
     return Prediction(num_ranks, step_s, compute_s, work - compute_s, alone, step_s - work, tax, plan, timeline)
 
@@ -227,13 +183,17 @@ def best_bucket(profile: Profile, network: Network, num_ranks: int, config: Buck
     total = max(profile.num_bytes, 1) / 2**20
     sizes_mib = [2 ** (i / 2) / 16 for i in range(max(0, math.ceil(2 * math.log2(16 * total))) + 1)]
     itemsize = max((spec.dtype.itemsize for spec in profile.gradients), default=4)
-    choices: dict[tuple[tuple[str, ...], ...], BucketChoice] = {}
+    plans: dict[tuple[tuple[str, ...], ...], tuple[BucketConfig, BucketPlan]] = {}
     for size in sizes_mib:
-        message_size = max(1, round(size * 2**20 / itemsize))
-        sized = replace(config, message_size=message_size)
+        sized = replace(config, message_size=max(1, round(size * 2**20 / itemsize)))
         plan = plan_for(profile, sized, num_ranks)
-        groups = tuple(bucket.parameters for bucket in plan.buckets)
-        if groups not in choices:
-            step_s = simulate(profile, network, num_ranks, plan=plan, **options).step_s
-            choices[groups] = BucketChoice(message_size, message_size * itemsize / 2**20, len(groups), step_s)
-    return sorted(choices.values(), key=lambda choice: (choice.step_s, choice.num_buckets))
+        plans.setdefault(tuple(bucket.parameters for bucket in plan.buckets), (sized, plan))
+    configs, distinct = zip(*plans.values())
+    return best_of(configs, [simulate(profile, network, num_ranks, plan=plan, **options) for plan in distinct], itemsize)
+
+
+def best_of(configs: Sequence[BucketConfig], predictions: Sequence[Prediction], itemsize: int) -> list[BucketChoice]:
+    """Return what bucket options give, fastest step first; of equal ones, the fewest buckets."""
+    choices = [BucketChoice(config.message_size, config.message_size * itemsize / 2**20, len(made.buckets), made.step_s)
+               for config, made in zip(configs, predictions)]
+    return sorted(choices, key=lambda choice: (choice.step_s, choice.num_buckets))

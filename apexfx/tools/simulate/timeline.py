@@ -103,7 +103,7 @@ class Timeline:
 
 
 LEGEND = ("░ forward  █ backward  = fill, write back  ▒ optimizer  · waits  0-9 sum of a bucket or group (last digit)  "
-          "A-Z its gather  s statistics, norm, matrices")
+          "A-Z a gather  s statistics, norm, matrices")
 _MARKS = {"forward": "░", "backward": "█", "fill": "=", "write": "=", "optimizer": "▒", "wait": "·"}
 
 
@@ -126,7 +126,7 @@ def _mark(event: Event) -> str:
     kind, _, number = event.name.partition(" ")
     if kind == "gather":
         return chr(ord("A") + int(number.split()[0]) % 26)
-    return number[-1] if kind in ("bucket", "group") else "s"
+    return number[-1] if kind == "bucket" else "s"
 
 
 def run(program: Sequence[Task], *, compute_rate: Any = 1, network_rate: Any = 1) -> Timeline:

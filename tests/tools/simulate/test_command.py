@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from apexfx._torch import fake_process_group
 from apexfx.config import BucketConfig
-from apexfx.tools.simulate.devices import DEVICES
+from apexfx.tools.simulate.devices import DEVICES, Costs
 from apexfx.tools.simulate.models import load
 from apexfx.tools.simulate.network import PRESETS
 from apexfx.tools.simulate.profile import analytic
-from apexfx.tools.simulate.simulator import Costs, simulate
-from tests.fake_group import fake_process_group
+from apexfx.tools.simulate.simulator import simulate
 from tests.test_cli import run as run_command
 
 
@@ -52,16 +52,25 @@ def test_the_numbers_are_those_of_the_library(capsys, tmp_path):
 
 
 def test_a_step_that_is_sharded_is_simulated(capsys, tmp_path):
-    slow = ("--model", "gpt2", "--batch", "2", "--ranks", "8", "--network", "ethernet-25g")
+    slow = ("--model", "mlp", "--ranks", "8", "--network", "ethernet-25g")
     steps = []
     for options in ((), ("--shard", "model"), ("--shard", "optimizer"), ("--shard", "optimizer", "--clip")):
         out = run(capsys, *slow, *options, "--json", str(tmp_path / "out.json"))[1]
         [row] = json.loads((tmp_path / "out.json").read_text())["rows"]
         steps.append(row["step_s"])
         assert bool(row["gathers"]) is bool(options) and f"{1e3 * row['step_s']:.2f}" in out
-        assert (" 13 groups; " in out) is ("model" in options) and ("collectives" in out) is bool(options)
+        assert (" 9 groups; " in out) is ("model" in options) and ("collectives" in out) is bool(options)
         assert ("A" in out.rpartition("communication ")[2].partition("\n")[0]) is bool(options)
     assert steps[2] < steps[3]  # where nothing is clipped, gathers travel while the backward goes on
+
+
+def test_several_sizes_of_buckets_are_tried_where_they_are_given(capsys, tmp_path):
+    out = run(capsys, "--model", "mlp", "--ranks", "8", "--shard", "optimizer", "--bucket-mib", "1,100", "--json",
+              str(tmp_path / "out.json"))[1]
+    [row] = json.loads((tmp_path / "out.json").read_text())["rows"]
+    steps = {choice["num_buckets"]: choice["step_s"] for choice in row["bucket_sizes"]}
+    assert len(row["buckets"]) == max(steps) > min(steps) == 1 and steps[max(steps)] == row["step_s"]
+    assert f"{1e3 * min(steps.values()):.2f}" in out
 
 
 def tax(out):
@@ -122,6 +131,7 @@ def test_a_function_that_returns_something_else_is_refused(capsys, monkeypatch):
     (("--measured", "--device", "a100", "--dtype", "float32"), "float32 with SGD, and --device a100, --dtype float32 was given"),
     (("--clip",), "--clip was given without --shard"), (("--blocks", "*"), "--blocks was given without --shard model"),
     (("--shard", "model", "--bucket-mib", "1"), "--bucket-mib was given with --shard model"),
+    (("--bucket-mib", "1,2"), "without --shard optimizer; give one"),
     (("--model", "mlp", "--shard", "model", "--blocks", "block.*"), "no module of Sequential is called 'block.*'"),
     (("--model", "mlp", "--ranks", "2", "--json", "/no/such/folder/x.json"), "No such file or directory"),
 ])  # fmt: skip

@@ -77,3 +77,12 @@ def test_the_ranks_of_a_node_share_its_link():
     inner, outer = flat(5e-6, 80e9, ranks_per_node=8).levels
     assert (inner.ranks, inner.link, outer.link) == (8, PRESETS["nvlink4+ib400"].levels[0].link, Link(5e-6, 10e9))
     assert flat(5e-6, 80e9) == Network((Level(Link(5e-6, 80e9)),))
+
+
+def test_half_of_the_rings_gather():
+    for num_ranks in (2, 8, 20):
+        network = PRESETS["nvlink4+ib400"]
+        inner, outer = (level.link for level in network.levels)
+        half = ring(inner, 8e6, min(num_ranks, 8)) / 2 + (ring(outer, 1e6, 3) / 2 if num_ranks > 8 else 0)
+        assert network.gather_seconds(8e6, num_ranks) == pytest.approx(network.base_s + half)
+    assert network.gather_seconds(8e6, 1) == 0

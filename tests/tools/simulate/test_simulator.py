@@ -13,16 +13,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import apexfx
+from apexfx._torch import fake_process_group
 from apexfx.buckets.plan import GradientSpec
 from apexfx.config import BucketConfig
 from apexfx.parallel import convert_syncbn_model
 from apexfx.testing import tolerance
-from apexfx.tools.simulate.devices import DEVICES, Device
+from apexfx.tools.simulate.devices import DEVICES, Costs, Device, LinearCost
 from apexfx.tools.simulate.models import MODELS, load
 from apexfx.tools.simulate.network import PRESETS, Level, Link, Network
 from apexfx.tools.simulate.profile import Profile, Segment, analytic, combine, measured
-from apexfx.tools.simulate.simulator import Costs, LinearCost, best_bucket, plan_for, simulate
-from tests.fake_group import fake_process_group
+from apexfx.tools.simulate.simulator import best_bucket, plan_for, simulate
 from tests.tables import table
 
 CPU = torch.device("cpu")
