@@ -95,8 +95,17 @@ def test_each_step_of_the_gan_trains_its_own_half(capsys):
 
 
 @pytest.mark.long
+def test_grpo_raises_the_reward_and_leaves_the_reference(capsys):
+    defined, printed = run_here("step_grpo.py", capsys)
+    assert number(printed[-1], "reward") > 0.9 and len(defined["step"].report.graphs) == 1
+    torch.manual_seed(0)
+    torch.testing.assert_close(defined["reference"].state_dict(), defined["Policy"]().state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("script, measured, bound", [
     ("step_bert_finetune.py", "test accuracy", lambda last: last > 85), ("step_gan.py", "differ by", lambda last: last < 0.09),
+    ("step_grpo.py", "reward", lambda last: last > 0.8),
 ])  # fmt: skip
 def test_the_others_learn_on_two_ranks(script, measured, bound, tmp_path):
     assert bound(number(run_on_two_ranks(script, tmp_path)[-1], measured))
