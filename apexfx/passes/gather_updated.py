@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.windows import Window, windows
+from ..buckets.windows import windows
 from ..graph.collectives import is_wait
 from ..graph.mutation import written
 from ..graph.nodes import fake_mode, inline, value
 from ..graph.order import readers
 from ..graph.printing import count_text
 from ..report.memory import WHOLE
-from ..report.records import Artifacts
 from .base import Pass
 from .scatter_gradients import ROWS
 
@@ -51,14 +50,10 @@ class GatherUpdated(Pass):
 
     def begin(self) -> None:
         super().begin()
-        self.schedule: list[Window] = []
         self._said: dict[fx.Node, str] = {}
 
     def options(self) -> dict[str, Any]:
         return {"group": self.group_name, "world_size": self.world_size}
-
-    def artifacts(self) -> Artifacts:
-        return Artifacts(schedule=self.schedule)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         buckets: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -80,8 +75,7 @@ class GatherUpdated(Pass):
             last = max([start, *later[:1], *reading])
             for node in reversed(behind):
                 last.append(node)
-        self.schedule = windows(gm)
-        of_start = {window.start: window for window in self.schedule}
+        of_start = {window.start: window for window in windows(gm)}
         for start, said in self._said.items():
             window = of_start[start.name]
             between = f"{count_text(window.nodes, 'node')} and {window.flops} flops"

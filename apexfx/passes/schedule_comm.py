@@ -10,12 +10,11 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import HigherOrderOperator, OpOverload
-from ..buckets.windows import Window, windows
+from ..buckets.windows import windows
 from ..graph.collectives import is_collective, is_wait
 from ..graph.mutation import written
 from ..graph.order import aliases
 from ..graph.printing import count_text
-from ..report.records import Artifacts
 from .base import Pass
 from .bucket_allreduce import DELAYED
 
@@ -38,13 +37,6 @@ class ScheduleComm(Pass):
     stage = "backward"
     numeric = "bitwise"
 
-    def begin(self) -> None:
-        super().begin()
-        self.schedule: list[Window] = []
-
-    def artifacts(self) -> Artifacts:
-        return Artifacts(schedule=self.schedule)
-
     def call(self, gm: fx.GraphModule) -> PassResult:
         body = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
         if not any(map(is_collective, body)):
@@ -57,9 +49,8 @@ class ScheduleComm(Pass):
             output = gm.graph.output_node()
             for node in order:
                 output.prepend(node)
-        self.schedule = windows(gm)
         by_name = {node.name: node for node in order}
-        for window in self.schedule:
+        for window in windows(gm):
             between = f"{count_text(window.nodes, 'node')} and {window.flops} flops"
             self.record(by_name[window.start], f"{between} between start and wait")
         return PassResult(gm, modified)

@@ -12,14 +12,13 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.windows import MARK, Window, windows
+from ..buckets.windows import MARK
 from ..graph.collectives import is_collective, is_wait
 from ..graph.inputs import Placeholder
 from ..graph.nodes import CASTS, NAME, call, fake_mode
 from ..graph.order import aliases
 from ..observe.non_finite import is_of_backward
 from ..report.memory import WHOLE
-from ..report.records import Artifacts
 from .base import Pass
 from .gather_shards import ShardGroup
 
@@ -55,15 +54,8 @@ class ScheduleShards(Pass):
         self.group_name = group_name
         self._kept = {placeholders[place].name for each in shards if not each.reshards for place in each.parameters}
 
-    def begin(self) -> None:
-        super().begin()
-        self.schedule: list[Window] = []
-
     def options(self) -> dict[str, Any]:
         return {"group": self.group_name, "kept": sorted(self._kept)}
-
-    def artifacts(self) -> Artifacts:
-        return Artifacts(schedule=self.schedule)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         before = list(gm.graph.nodes)
@@ -81,7 +73,6 @@ class ScheduleShards(Pass):
                 node.meta[MARK] = index
         for reduced, later in itertools.zip_longest(sums, sums[1:]):
             reduced.wait_behind(later.start if later is not None else None)
-        self.schedule = windows(gm)
         return PassResult(gm, list(gm.graph.nodes) != before)
 
     def _gather_again(self, gather: _Gather, starts: Sequence[fx.Node], backward: fx.Node) -> None:

@@ -14,13 +14,12 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._torch import OpOverload
 from ..buckets.flops import is_product
 from ..buckets.plan import default_message_size
-from ..buckets.windows import MARK, Window, windows
+from ..buckets.windows import MARK
 from ..graph.collectives import is_collective, is_wait
 from ..graph.mutation import storages, written
 from ..graph.nodes import call, fake_mode, size_hint, value
 from ..graph.order import readers
 from ..graph.printing import count_text
-from ..report.records import Artifacts
 from .base import Pass
 
 aten = torch.ops.aten
@@ -46,13 +45,6 @@ class UpdateEarly(Pass):
     numeric = "bitwise"
     needs = ("unscale_clip_update",)
 
-    def begin(self) -> None:
-        super().begin()
-        self.schedule: list[Window] = []
-
-    def artifacts(self) -> Artifacts:
-        return Artifacts(schedule=self.schedule)
-
     def call(self, gm: fx.GraphModule) -> PassResult:
         modified = False
         placed: set[fx.Node] = set()
@@ -65,7 +57,6 @@ class UpdateEarly(Pass):
                 gm.graph.erase_node(update)
                 modified = True
         gm.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in _READS_COUNT)
-        self.schedule = windows(gm) if modified else []  # the waits have moved
         return PassResult(gm, modified)
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:

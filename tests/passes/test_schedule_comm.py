@@ -180,7 +180,7 @@ def test_random_draws_keep_their_order():
 def test_must_not_fire_without_collectives():
     recorder = record(mlp(), torch.randn(4, 8), make_passes=lambda _: [ScheduleComm()])
     [report] = recorder.reports[0].passes
-    assert not report.matches and report.warning is None and report.artifacts.schedule == []
+    assert not report.matches and report.warning is None and recorder.reports[0].windows == []
 
 
 def test_a_weight_gradient_is_reduced_before_the_next_layer_starts():
@@ -204,8 +204,7 @@ def test_a_weight_gradient_is_reduced_before_the_next_layer_starts():
 
 def test_report():
     recorder = record(mlp(), torch.randn(4, 8), make_passes=both(message_size=72))
-    report = recorder.reports[0].passes[1]
-    rows = report.artifacts.schedule
+    report, rows = recorder.reports[0].passes[1], recorder.reports[0].windows
     product = 2 * 4 * 8 * 8  # one of the five matrix products; the first layer has no input gradient
     assert [(row.bucket, row.flops) for row in rows] == [(0, 4 * product), (1, 2 * product), (2, 0)]
     assert len(report.matches) == 3 and "flops between start and wait" in report.matches[0].detail
