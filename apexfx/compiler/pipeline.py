@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import trace_structured
+from ..buckets.windows import windows
 from ..errors import PassError
 from ..graph import invariants, order, printing
 from ..graph.nodes import PASS, count_ops, graphs
@@ -63,6 +64,8 @@ class Pipeline:
             report.passes.append(entry)
         if stage == "forward":
             report.ops = op_dtypes(gm)
+        else:
+            report.windows = windows(gm)
         report.places = node_places(gm)
         if self.verify in ("final", "each"):
             invariants.check(gm, thorough=True)

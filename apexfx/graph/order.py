@@ -8,18 +8,17 @@ front of a reader, a cast shared over a write and a value computed again behind 
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from .._torch import OpOverload, below_functorch, storage_address, tree_leaves
+from .._torch import HigherOrderOperator, OpOverload, below_functorch, storage_address, tree_leaves
 from ..errors import PassError
 from .collectives import is_collective, is_wait
-from .mutation import storages, written
+from .mutation import written
 from .nodes import NAME, value
 
 
@@ -30,21 +29,59 @@ def aliases(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and any(result.alias_info is not None for result in node.target._schema.returns)
 
 
-def readers(tensor: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that are given `tensor`, or a view of it."""
-    memory, todo, seen = storages(value(tensor)), [tensor], {tensor}
-    while todo:
-        for user in todo.pop().users:
-            if user not in seen:
-                seen.add(user)
-                yield user
-                if user.op != "output" and (user.target is operator.getitem or storages(value(user)) & memory or aliases(user)):
-                    todo.append(user)
-
-
 def draws_random_numbers(node: fx.Node) -> bool:
     """Return whether an op takes the next numbers of a generator."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def dependencies(graph: fx.Graph, *, new: Collection[fx.Node] = ()) -> dict[fx.Node, set[fx.Node]]:
+    """Return the nodes that each node has to stay behind.
+
+    Those are its inputs, what wrote the memory that it reads, and what read the memory that it writes; of a collective the last
+    one before it, and of what draws random numbers or has another effect the last of those.
+
+    Args:
+        new: collectives that may pass others, because a pass has just put them in.
+    """
+    nodes = rows(graph)
+    changing = {m for row in nodes for m in row.writes}
+    memory = {row.node: changing.intersection(row.memory) for row in nodes}
+    behind: dict[fx.Node, set[fx.Node]] = {}
+    last: dict[Any, fx.Node] = {}  # what writes a piece of memory, what communicates, what has an effect
+    reading: dict[int, set[fx.Node]] = defaultdict(set)  # each piece of memory since it was written
+    for row in nodes:
+        read = {m for source in row.inputs for m in memory[source]}
+        chain = "effect" if _has_effect(row) else "collective" if is_collective(row.node) and row.node not in new else None
+        behind[row.node] = {*row.inputs, *(last[key] for key in (*read, chain) if key in last)} - {row.node}
+        if chain:
+            last[chain] = row.node
+        for m in row.writes:
+            behind[row.node] |= reading.pop(m, set())
+            last[m] = row.node
+        for m in read - row.writes:
+            reading[m].add(row.node)
+    return behind
+
+
+def _has_effect(row: NodeSnapshot) -> bool:
+    """Return whether a node acts on something that is not an argument: random numbers, or what a nested body does."""
+    is_effect = isinstance(row.node.target, HigherOrderOperator) or row.node.is_impure() and not row.writes
+    return row.node.op.startswith("call_") and is_effect and not is_collective(row.node) and not is_wait(row.node)
+
+
+def move_up(nodes: Iterable[fx.Node], last: fx.Node, behind: Mapping[fx.Node, Collection[fx.Node]]) -> fx.Node:
+    """Move nodes up, in their order: behind `last`, and behind the last that one of them has to stay behind. Return which it was.
+
+    Args:
+        last: where they are to begin; those in front of it stay.
+        behind: the `dependencies` of the graph, before or after moves like this.
+    """
+    nodes = sorted(nodes)
+    last = max([last, *set().union(*(behind[node] for node in nodes)).difference(nodes)])
+    for node in reversed(nodes):
+        if last < node:
+            last.append(node)
+    return last
 
 
 class NodeSnapshot(NamedTuple):

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.windows import Window, windows
 from ..graph.collectives import is_wait
 from ..graph.mutation import written
-from ..graph.nodes import fake_mode, inline, value
-from ..graph.order import readers
+from ..graph.nodes import inline, value
+from ..graph.order import dependencies, move_up
 from ..graph.printing import count_text
 from ..report.memory import WHOLE
-from ..report.records import Artifacts
 from .base import Pass
 from .scatter_gradients import ROWS
 
@@ -49,16 +47,8 @@ class GatherUpdated(Pass):
         super().__init__()
         self.group_name, self.world_size = group_name, world_size
 
-    def begin(self) -> None:
-        super().begin()
-        self.schedule: list[Window] = []
-        self._said: dict[fx.Node, str] = {}
-
     def options(self) -> dict[str, Any]:
         return {"group": self.group_name, "world_size": self.world_size}
-
-    def artifacts(self) -> Artifacts:
-        return Artifacts(schedule=self.schedule)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         buckets: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -69,47 +59,30 @@ class GatherUpdated(Pass):
         if not buckets:
             return PassResult(gm, False)
         updates = {key: max(user for rows in members for user in rows.users) for key, members in buckets.items()}
-        mode = fake_mode(gm.graph)
-        gathers = [self._gather(updates[key], buckets[key], mode) for key in sorted(buckets, key=updates.get, reverse=True)]
-        gathers.sort()  # those of one update stand in reverse
-        for gather, later in reversed([*itertools.zip_longest(gathers, gathers[1:], fillvalue=())]):
-            start, *behind = gather
-            wholes = [node.args[0] for node in behind if node.target is _COPY]
-            own = set(behind)
-            reading = (node for whole in wholes for node in readers(whole) if node not in own)  # late by a plan of one's own
-            last = max([start, *later[:1], *reading])
-            for node in reversed(behind):
-                last.append(node)
-        self.schedule = windows(gm)
-        of_start = {window.start: window for window in self.schedule}
-        for start, said in self._said.items():
-            window = of_start[start.name]
-            between = f"{count_text(window.nodes, 'node')} and {window.flops} flops"
-            self.record(start, f"{said}, {between} between start and wait")
+        keys = sorted(buckets, key=updates.get, reverse=True)
+        gathers = [(updates[key], *self._gather(updates[key], buckets[key])) for key in keys][::-1]
+        behind = dependencies(gm.graph, new={starting[-1] for _, starting, _ in gathers})
+        for update, starting, _ in reversed(gathers):
+            move_up(starting, update, behind)
+        for (_, _, waiting), (_, later, _) in reversed([*itertools.pairwise([*gathers, gathers[-1]])]):
+            move_up(waiting, later[-1], behind)
         return PassResult(gm, True)
 
-    def _gather(self, update: fx.Node, rows: Sequence[fx.Node], mode: Any) -> list[fx.Node]:
-        """Insert a gather behind `update`; return its start, its wait, and what lies behind."""
-        wholes = [node.args[0] for node in rows]
-        following = update.next
-        with update.graph.inserting_before(following):
-            inline(update.graph, _gathered, (rows, wholes, self.world_size, self.group_name), like=update, mode=mode)
-        nodes = list(itertools.takewhile(lambda node: node is not following, _from(update.next)))
-        place = next(place for place, node in enumerate(nodes) if is_wait(node))
+    def _gather(self, update: fx.Node, rows: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Insert a gather at the end of the graph; return what starts it, and its wait with what lies behind."""
+        graph, wholes, before = update.graph, [node.args[0] for node in rows], set(update.graph.nodes)
+        with graph.inserting_before(graph.output_node()):
+            inline(graph, _gathered, (rows, wholes, self.world_size, self.group_name), like=update)
+        nodes = [node for node in graph.nodes if node not in before]
         for node in nodes:
             if node.target is not _COPY:
                 node.meta[WHOLE] = True
-        self._said[nodes[place - 1]] = f"{count_text(len(rows), 'parameter')} behind {update.name}"
-        return nodes[place - 1:]
+        place = next(place for place, node in enumerate(nodes) if is_wait(node))
+        self.record(nodes[place - 1], f"{count_text(len(rows), 'parameter')} behind {update.name}")
+        return nodes[:place], nodes[place:]
 
 
 def _gathered(rows: Sequence[Tensor], wholes: Sequence[Tensor], world_size: int, group_name: str) -> None:
     lengths = [len(whole) for whole in wholes]
     for whole, new in zip(wholes, torch.ops.apexfx.gather_shards(rows, lengths, world_size, group_name)):
         whole.copy_(new)
-
-
-def _from(node: fx.Node) -> Any:
-    while True:
-        yield node
-        node = node.next

@@ -1,22 +1,34 @@
-"""Order a backward graph for communication: start collectives as early, wait for them as late as their data allow."""
+"""Order a backward graph for communication: start collectives as early, wait for them as late as their data allow.
+
+What travels in a graph, and which pass says so. `dependencies` in `graph/order.py` says what may move; all but the first two rows
+are moved by its `move_up`.
+
+    what                           it starts behind               it is waited for                      at once  pass
+    sums of a batch norm           the work that it needs         behind what was in front of its wait  one      schedule_comm
+    a bucket of gradients          the same                       behind everything else                all      schedule_comm
+    the same, updated early        the same                       behind the start of the next          two      update_early
+    the same, as rows              the same                       halfway to the start of the next      two      update_early
+    rows that have been updated    the last update of the bucket  behind the start of the next          two      gather_updated
+    a group of fully_shard()       the wait for the last group    in front of its first reader          two      schedule_shards
+    the gradients of a group       the work that it needs         behind the start of the next          two      schedule_shards
+
+Which collective comes first follows from parameters, the plan and the numbers of products, never from the sizes of a batch.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 
-import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .._torch import HigherOrderOperator, OpOverload
-from ..buckets.windows import Window, windows
+from ..buckets.windows import windows
 from ..graph.collectives import is_collective, is_wait
-from ..graph.mutation import written
-from ..graph.order import aliases
+from ..graph.order import dependencies
 from ..graph.printing import count_text
-from ..report.records import Artifacts
 from .base import Pass
 from .bucket_allreduce import DELAYED
 
@@ -29,8 +41,8 @@ class ScheduleComm(Pass):
     Before:  dx2 = mm; dw2 = mm; all_reduce_(dw2); wait_tensor; dx1 = mm; dw1 = mm; all_reduce_(dw1); wait_tensor
     After:   dw2 = mm; all_reduce_(dw2); dx2 = mm; dw1 = mm; all_reduce_(dw1); dx1 = mm; wait_tensor; wait_tensor
 
-    Collectives keep their order, whatever their groups: it is what the ranks have agreed on. Nothing moves past an op that
-    mutates a tensor of others, and ops that draw random numbers keep theirs. Work that a later collective needs is not
+    Collectives keep their order, whatever their groups: it is what the ranks have agreed on. What reads memory stays on its side
+    of what writes it, and ops that draw random numbers keep their order. Work that a later collective needs is not
     pulled in front of an earlier one's wait unless it was there before, so that recomputed activations do not pile up.
     Linear in the number of nodes, but for the logarithm of a heap.
     """
@@ -39,28 +51,18 @@ class ScheduleComm(Pass):
     stage = "backward"
     numeric = "bitwise"
 
-    def begin(self) -> None:
-        super().begin()
-        self.schedule: list[Window] = []
-
-    def artifacts(self) -> Artifacts:
-        return Artifacts(schedule=self.schedule)
-
     def call(self, gm: fx.GraphModule) -> PassResult:
         body = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
         if not any(map(is_collective, body)):
             return PassResult(gm, False)
-        order: list[fx.Node] = []
-        for segment in _segments(body):
-            order.extend(_Scheduler(segment).run() if any(map(is_collective, segment)) else segment)
+        order = _Scheduler(body, dependencies(gm.graph)).run()
         modified = order != body
         if modified:
             output = gm.graph.output_node()
             for node in order:
                 output.prepend(node)
-        self.schedule = windows(gm)
         by_name = {node.name: node for node in order}
-        for window in self.schedule:
+        for window in windows(gm):
             between = f"{count_text(window.nodes, 'node')} and {window.flops} flops"
             self.record(by_name[window.start], f"{between} between start and wait")
         return PassResult(gm, modified)
@@ -69,70 +71,27 @@ class ScheduleComm(Pass):
         return None  # asked for by ddp=True or sync_bn=True, whose own passes say when there is nothing to communicate
 
 
-def _segments(body: list[fx.Node]) -> list[list[fx.Node]]:
-    """Cut `body` at the nodes that nothing may cross; each of those is a segment of its own."""
-    segments: list[list[fx.Node]] = [[]]
-    for node in body:
-        if _is_barrier(node):
-            segments += [[node], []]
-        else:
-            segments[-1].append(node)
-    return segments
-
-
-def _is_barrier(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return not isinstance(node.target, HigherOrderOperator) and node.is_impure()
-    changed = written(node)
-    return bool(changed) and not (_leaves(node) and all(map(_is_private, changed)))
-
-
-def _leaves(node: fx.Node) -> bool:
-    """Return whether a node starts a collective, or waits for what is to come before the first: those keep their order."""
-    return is_collective(node) or node.target is torch.ops.apexfx.ranks_agreed.default
-
-
-def _is_private(tensor: fx.Node) -> bool:
-    """Return whether a tensor that a collective writes is a fresh buffer that nothing else reads."""
-    return all(map(_leaves, tensor.users)) and isinstance(tensor.target, OpOverload) and not aliases(tensor)
-
-
-def _keeps_order(node: fx.Node) -> bool:
-    """Return whether `node` may act on something that is not an argument: random state, or what a nested body does."""
-    if isinstance(node.target, OpOverload):
-        return node.is_impure() and not is_wait(node)  # which is what ops that draw random numbers are
-    return isinstance(node.target, HigherOrderOperator)
-
-
 class _Scheduler:
-    """List scheduling of one segment. A node's urgency is the index of the first collective that needs it."""
+    """List scheduling of a graph's body. A node's urgency is the index of the first collective that needs it.
 
-    def __init__(self, segment: list[fx.Node]) -> None:
-        self.segment = segment
-        self.place = {node: index for index, node in enumerate(segment)}
-        self.sources = self._dependencies()
+    Args:
+        behind: the nodes that each has to stay behind.
+    """
+
+    def __init__(self, body: list[fx.Node], behind: Mapping[fx.Node, set[fx.Node]]) -> None:
+        self.body = body
+        self.place = {node: index for index, node in enumerate(body)}
+        self.sources = {node: behind[node] & self.place.keys() for node in body}
         self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node, sources in self.sources.items():
             for source in sources:
                 self.users[source].append(node)
         self.urgency = self._urgency()
 
-    def _dependencies(self) -> dict[fx.Node, set[fx.Node]]:
-        sources: dict[fx.Node, set[fx.Node]] = {}
-        last: dict[str, fx.Node] = {}
-        for node in self.segment:
-            sources[node] = {source for source in node.all_input_nodes if source in self.place}
-            chain = "collective" if _leaves(node) else "ordered" if _keeps_order(node) else None
-            if chain is not None:
-                if chain in last:
-                    sources[node].add(last[chain])
-                last[chain] = node
-        return sources
-
     def _urgency(self) -> dict[fx.Node, float]:
-        collectives = [node for node in self.segment if is_collective(node) and DELAYED not in node.meta]
+        collectives = [node for node in self.body if is_collective(node) and DELAYED not in node.meta]
         urgency: dict[fx.Node, float] = {node: float(index) for index, node in enumerate(collectives)}
-        for node in reversed(self.segment):
+        for node in reversed(self.body):
             own = min((urgency[user] for user in self.users[node]), default=_NEVER)
             urgency[node] = min(urgency.get(node, _NEVER), own)
         return urgency
@@ -154,14 +113,14 @@ class _Scheduler:
                 heapq.heappush(work, entry)
                 heapq.heappush(early, entry[1])
 
-        for node in self.segment:
+        for node in self.body:
             if not missing[node]:
                 ready(node)
-        while len(order) < len(self.segment):
+        while len(order) < len(self.body):
             index = _next(work, early, waits, done)
             done.add(index)
-            order.append(self.segment[index])
-            for user in self.users[self.segment[index]]:
+            order.append(self.body[index])
+            for user in self.users[self.body[index]]:
                 missing[user] -= 1
                 if not missing[user]:
                     ready(user)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +12,13 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.windows import MARK, Window, windows
-from ..graph.collectives import is_collective, is_wait
+from ..buckets.windows import MARK
+from ..graph.collectives import is_wait
 from ..graph.inputs import Placeholder
 from ..graph.nodes import CASTS, NAME, call, fake_mode
-from ..graph.order import aliases
+from ..graph.order import aliases, dependencies, move_up
 from ..observe.non_finite import is_of_backward
 from ..report.memory import WHOLE
-from ..report.records import Artifacts
 from .base import Pass
 from .gather_shards import ShardGroup
 
@@ -55,15 +54,8 @@ class ScheduleShards(Pass):
         self.group_name = group_name
         self._kept = {placeholders[place].name for each in shards if not each.reshards for place in each.parameters}
 
-    def begin(self) -> None:
-        super().begin()
-        self.schedule: list[Window] = []
-
     def options(self) -> dict[str, Any]:
         return {"group": self.group_name, "kept": sorted(self._kept)}
-
-    def artifacts(self) -> Artifacts:
-        return Artifacts(schedule=self.schedule)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         before = list(gm.graph.nodes)
@@ -72,16 +64,19 @@ class ScheduleShards(Pass):
         for gather in gathers:
             if not self._kept.intersection(gather.names):
                 self._gather_again(gather, [each.start for each in gathers], backward)
-        others = set(filter(is_collective, before))  # which keep their order
+        behind = dependencies(gm.graph, new=set(gm.graph.nodes).difference(before))
         for earlier, gather in itertools.pairwise(_gathers(gm, self.group_name)):
-            self._start_behind(earlier, gather, backward, others if gather.start in others else ())
+            starting, was = [node for node in gather.nodes if not gather.start < node], gather.start.prev
+            last = move_up(starting, max(earlier.wait, backward) if backward < gather.start else earlier.wait, behind)
+            if gather.start.prev is not was:
+                self.record(gather.start, f"{gather.text} behind {last.name}")
         sums = list(_sums(gm, self.group_name))
         for index, reduced in enumerate(sums):
             for node in reduced.nodes:
                 node.meta[MARK] = index
-        for reduced, later in itertools.zip_longest(sums, sums[1:]):
-            reduced.wait_behind(later.start if later is not None else None)
-        self.schedule = windows(gm)
+            reduced.wait_late()
+        for reduced, later in itertools.pairwise(sums):
+            move_up(reduced.waiting, later.start, behind)
         return PassResult(gm, list(gm.graph.nodes) != before)
 
     def _gather_again(self, gather: _Gather, starts: Sequence[fx.Node], backward: fx.Node) -> None:
@@ -105,21 +100,7 @@ class ScheduleShards(Pass):
         for reader in late:
             for source in early.intersection(reader.all_input_nodes):
                 reader.replace_input_with(source, copies[source])
-        self.record(copies[gather.start], f"{', '.join(gather.names[:3])}{', ...' if gather.names[3:] else ''} gathered again")
-
-    def _start_behind(self, earlier: _Gather, gather: _Gather, backward: fx.Node, others: Collection[fx.Node]) -> None:
-        """Start a gather behind the wait of the one before it, one of the backward behind the forward.
-
-        Args:
-            others: collectives that it may not pass.
-        """
-        behind = max(earlier.wait, backward) if backward < gather.start else earlier.wait
-        behind = max([behind, *(other for other in others if other < gather.start)])
-        nodes = [node for node in gather.nodes if not gather.start < node]
-        if behind < nodes[0] and behind.next is not nodes[0]:
-            for node in reversed(nodes):
-                behind.append(node)
-            self.record(gather.start, f"{', '.join(gather.names[:3])}{', ...' if gather.names[3:] else ''} behind {behind.name}")
+        self.record(copies[gather.start], f"{gather.text} gathered again")
 
 
 @dataclass
@@ -136,6 +117,11 @@ class _Gather:
     nodes: list[fx.Node]
     names: list[str]
 
+    @property
+    def text(self) -> str:
+        """The first names."""
+        return ", ".join([*self.names[:3], *(["..."] if self.names[3:] else [])])
+
 
 @dataclass
 class _Sum:
@@ -144,16 +130,17 @@ class _Sum:
     start: fx.Node
     nodes: list[fx.Node] = field(default_factory=list)
 
-    def wait_behind(self, start: fx.Node | None) -> None:
-        """Wait behind the start of the next sum; of the last one in front of the first reader."""
-        moved = [node for node in self.nodes if self.start < node]
-        if start is not None and moved[-1] < start:
-            for node in reversed(moved):
-                start.append(node)
-        elif start is None:
-            first = min(user for node in moved for user in node.users if user not in moved)
-            for node in moved:
-                first.prepend(node)
+    @property
+    def waiting(self) -> list[fx.Node]:
+        """Its wait, and all that carries the sum behind it."""
+        return [node for node in self.nodes if self.start < node]
+
+    def wait_late(self) -> None:
+        """Wait in front of the first reader."""
+        waiting = self.waiting
+        first = min([self.start.graph.output_node(), *(user for node in waiting for user in node.users if user not in waiting)])
+        for node in waiting:
+            first.prepend(node)
 
 
 def _is_gather(node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,18 +14,15 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._torch import OpOverload
 from ..buckets.flops import is_product
 from ..buckets.plan import default_message_size
-from ..buckets.windows import MARK, Window, windows
+from ..buckets.windows import MARK
 from ..graph.collectives import is_collective, is_wait
-from ..graph.mutation import storages, written
 from ..graph.nodes import call, fake_mode, size_hint, value
-from ..graph.order import readers
+from ..graph.order import dependencies, move_up
 from ..graph.printing import count_text
-from ..report.records import Artifacts
 from .base import Pass
 
 aten = torch.ops.aten
 _READS_COUNT = (aten.clone.default, aten.select.int)  # of the updates so far
-_Places = dict[fx.Node, int]  # node -> its place in the graph
 
 
 class UpdateEarly(Pass):
@@ -46,27 +43,18 @@ class UpdateEarly(Pass):
     numeric = "bitwise"
     needs = ("unscale_clip_update",)
 
-    def begin(self) -> None:
-        super().begin()
-        self.schedule: list[Window] = []
-
-    def artifacts(self) -> Artifacts:
-        return Artifacts(schedule=self.schedule)
-
     def call(self, gm: fx.GraphModule) -> PassResult:
-        modified = False
-        placed: set[fx.Node] = set()
-        for update in [node for node in gm.graph.nodes if _may_be_early(node)]:
-            parts = [_Part(update, members) for members in _parts(update)]
-            if len(parts) > 1 or parts[0].is_late():
-                for part in parts:
-                    early = part.put(placed)
-                    self.record(early, f"{count_text(len(part.members), 'parameter')} behind {part.anchor.name}")
-                gm.graph.erase_node(update)
-                modified = True
+        before = list(gm.graph.nodes)
+        parts = [part for update in before if _may_be_early(update) for part in _split(update)]
+        starts = [node for node in before if is_collective(node) and MARK in node.meta]
+        behind = dependencies(gm.graph)
+        last = [move_up(*_wanted(part, starts), behind) for part in reversed(parts)]  # or those behind one node change places
+        if list(gm.graph.nodes) == before:
+            return PassResult(gm, False)
+        for part, node in zip(parts, reversed(last)):
+            self.record(part, f"{count_text(len(part.args[0]), 'parameter')} behind {node.name}")
         gm.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in _READS_COUNT)
-        self.schedule = windows(gm) if modified else []  # the waits have moved
-        return PassResult(gm, modified)
+        return PassResult(gm, True)
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:
         return None  # whether there is something to do depends on the options of the step
@@ -84,26 +72,37 @@ def _argument_names(node: fx.Node) -> list[str]:
     return [argument.name for argument in node.target._schema.arguments] if is_own else []
 
 
-def _read_again(count: fx.Node, mode: Any, placed: set[fx.Node]) -> fx.Node:
-    """Insert what reads the number of updates so far, and add it to `placed`."""
+def _split(update: fx.Node) -> list[fx.Node]:
+    """Put an update of each part in the place of an update, and return those."""
+    parts = list(_parts(update))
+    if len(parts) == 1:
+        return [update]
+    mode, names, updates = fake_mode(update.graph), _argument_names(update), []
+    with update.graph.inserting_before(update):
+        for members in parts:
+            args = [[argument[i] for i in members] if isinstance(argument, (list, tuple)) and argument else argument
+                    for argument in update.args]
+            if "step" in names:  # the op counts up in the copy that it is given
+                args[names.index("step")] = _read_again(args[names.index("step")], mode)
+            updates.append(call(update.graph, update.target, tuple(args), dict(update.kwargs), like=update, mode=mode))
+    update.graph.erase_node(update)
+    return updates
+
+
+def _read_again(count: fx.Node, mode: Any) -> fx.Node:
+    """Insert what reads the number of updates so far."""
     if count.op == "placeholder":
         return count
-    source = _read_again(count.args[0], mode, placed)
-    placed.add(read := call(count.graph, count.target, (source, *count.args[1:]), like=count, mode=mode))
-    return read
-
-
-def _places(graph: fx.Graph) -> _Places:
-    return {node: place for place, node in enumerate(graph.nodes)}
+    return call(count.graph, count.target, (_read_again(count.args[0], mode), *count.args[1:]), like=count, mode=mode)
 
 
 def _parts(update: fx.Node) -> Iterator[list[int]]:
     """Yield the parts of an update, as places in its lists, in the order in which their gradients are there."""
-    gradients, places = update.args[1], _places(update.graph)
+    gradients = update.args[1]
     numels = [math.prod(map(size_hint, value(gradient).shape)) for gradient in gradients]
     limit = default_message_size(sum(numels))
     part: list[int] = []
-    for i in sorted(range(len(gradients)), key=lambda i: places[gradients[i]]):
+    for i in sorted(range(len(gradients)), key=gradients.__getitem__):
         if part:
             bucket, before = gradients[i].meta.get(MARK), gradients[part[-1]].meta.get(MARK)
             if bucket != before or bucket is None and sum(numels[k] for k in part) >= limit:
@@ -111,6 +110,41 @@ def _parts(update: fx.Node) -> Iterator[list[int]]:
                 part = []
         part.append(i)
     yield part
+
+
+def _wanted(update: fx.Node, starts: Sequence[fx.Node]) -> tuple[set[fx.Node], fx.Node]:
+    """Return the nodes that are to move up with an update, and the node behind which its sums are waited for.
+
+    Args:
+        starts: of all sums.
+    """
+    waited, names = _waited(update.args[1]), _argument_names(update)
+    last = update.graph.find_nodes(op="placeholder")[-1]
+    for wait in filter(is_wait, waited):
+        following = next((start for start in starts if wait.args[0] < start), wait)
+        is_gathered = following is not wait and update.args[0][0].op != "placeholder"  # rows of parameters
+        last = max(last, _amid(wait.args[0], following) if is_gathered else following)
+    others = (*update.args[:1], *update.args[2:])
+    moves = {update, *waited, *(each for nodes in others if isinstance(nodes, (list, tuple)) for each in nodes)}
+    count = update.args[names.index("step")] if "step" in names else update.args[0][0]
+    while count.op != "placeholder":
+        moves.add(count)
+        count = count.args[0]
+    return {node for node in moves if node.op != "placeholder"}, last
+
+
+def _waited(gradients: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the waits that gradients come from, and what lies between."""
+    from_wait: dict[fx.Node, bool] = {}
+
+    def look(node: fx.Node) -> bool:
+        if node not in from_wait:
+            from_wait[node] = is_wait(node) or MARK in node.meta and any([look(source) for source in node.all_input_nodes])
+        return from_wait[node]
+
+    for gradient in gradients:
+        look(gradient)
+    return {node for node, waits in from_wait.items() if waits}
 
 
 def _amid(start: fx.Node, following: fx.Node) -> fx.Node:
@@ -126,85 +160,3 @@ def _amid(start: fx.Node, following: fx.Node) -> fx.Node:
     if not products[-1] or 2 * value(following).numel() < value(start).numel():
         return following
     return next(node for node, done in zip(between, products) if 2 * done >= products[-1])
-
-
-class _Part:
-    """Some of the parameters of an update.
-
-    Attributes:
-        anchor: the node behind which they may be updated.
-    """
-
-    def __init__(self, update: fx.Node, members: list[int]) -> None:
-        self.update, self.members = update, members
-        self._places = _places(update.graph)
-        self._waited = self._come_from_waits()
-        self.anchor = self._find_anchor()
-
-    def _come_from_waits(self) -> set[fx.Node]:
-        """Return the waits that the gradients come from, and what lies between."""
-        from_wait: dict[fx.Node, bool] = {}
-
-        def look(node: fx.Node) -> bool:
-            if node not in from_wait:
-                from_wait[node] = is_wait(node) or MARK in node.meta and any([look(source) for source in node.all_input_nodes])
-            return from_wait[node]
-
-        for i in self.members:
-            look(self.update.args[1][i])
-        return {node for node, waits in from_wait.items() if waits}
-
-    def _find_anchor(self) -> fx.Node:
-        gradients = {self.update.args[1][i] for i in self.members}
-        behind = (gradients | {source for node in self._waited for source in node.all_input_nodes}) - self._waited
-        for wait in filter(is_wait, self._waited):
-            starts = [node for node in self._places if is_collective(node) and MARK in node.meta]
-            place = self._places[wait.args[0]]
-            following = next((start for start in starts if self._places[start] > place), wait)
-            is_gathered = any(self.update.args[0][i].op != "placeholder" for i in self.members)  # rows of parameters
-            behind.add(_amid(wait.args[0], following) if is_gathered and following is not wait else following)
-        lists = [argument for argument in self.update.args if isinstance(argument, (list, tuple)) and argument]
-        own = {tensors[i] for tensors in lists for i in self.members}
-        for tensor in own.intersection(written(self.update)):
-            behind.update(readers(tensor))
-        of_gradients = frozenset().union(*(storages(value(gradient)) for gradient in gradients))  # a part may write it
-        behind.update(node for node in self._places.keys() - self._waited
-                      if any(storages(value(source)) & of_gradients for source in written(node)))
-        behind.add(next(node for node in reversed(self._places) if node.op == "placeholder"))
-        before = self._places[self.update]
-        return max((node for node in behind if self._places[node] < before), key=self._places.__getitem__)
-
-    def _moves(self) -> list[fx.Node]:
-        """Return the nodes between the anchor and the update that have to come along, in order."""
-        lists = [argument for argument in self.update.args if isinstance(argument, (list, tuple)) and argument]
-        del lists[1]  # gradients
-        copies = {p for tensors in lists for i in self.members if (p := tensors[i]).op != "placeholder"}  # rows of parameters
-        late = [node for node in self._waited | copies if self._places[node] > self._places[self.anchor]]
-        return sorted(late, key=lambda node: (node not in copies, self._places[node]))  # what waits for nothing first
-
-    def is_late(self) -> bool:
-        """Return whether something lies between the anchor and the update that the update has not to wait for."""
-        passed = set(list(self._places)[self._places[self.anchor] + 1:self._places[self.update]])
-        return any(node.target not in _READS_COUNT and not _may_be_early(node) for node in passed.difference(self._moves()))
-
-    def put(self, placed: set[fx.Node]) -> fx.Node:
-        """Insert the update of this part behind its anchor, and behind those of `placed` that lie there; return it."""
-        # What came along with another group's part of the same bucket stays there, and this part goes behind it.
-        behind = max([self.anchor, *self._waited & placed], key=_places(self.update.graph).__getitem__)
-        while behind.next in placed:
-            behind = behind.next
-        for node in self._moves():
-            if node not in placed:
-                behind.append(node)
-                placed.add(behind := node)
-        update, names = self.update, _argument_names(self.update)
-        args = [[argument[i] for i in self.members] if isinstance(argument, (list, tuple)) and argument else argument
-                for argument in update.args]
-        mode = fake_mode(update.graph)
-        with update.graph.inserting_before(behind.next):
-            if "step" in names:  # the op counts up in the copy that it is given
-                place = names.index("step")
-                args[place] = _read_again(args[place], mode, placed)
-            early = call(update.graph, update.target, tuple(args), dict(update.kwargs), like=update, mode=mode)
-        placed.add(early)
-        return early

@@ -203,7 +203,7 @@ class Report:
                                "ask for it by ddp=True")
         for _, stage, entry in runs(self.graphs if graph is None else [self._graph(graph)]):
             if entry.artifacts.plan is not None:
-                return entry.artifacts.plan.with_windows([w for r in stage.passes for w in r.artifacts.schedule or ()])
+                return entry.artifacts.plan.with_windows(stage.windows)
         raise RuntimeError("apexfx: there is no bucket plan yet, because no backward with parameter gradients was "
                            "compiled; run a training step (loss.backward()) once, or model.capture(*inputs)")
 

@@ -104,7 +104,7 @@ def _stage(stage: StageReport, number: _Texts, kernels: Iterable[tuple[KernelTim
         "modules": [[path, number.all(nodes)] for path, nodes in stage.places.modules.items()],
         "backward_of": [[path, number.all(nodes)] for path, nodes in stage.places.backward_of.items()],
         "flops": [[number(node), flops] for node, flops in stage.places.flops.items()],
-        "windows": list(map(asdict, next(filter(None, (entry.artifacts.schedule for entry in reversed(stage.passes))), ()))),
+        "windows": list(map(asdict, stage.windows)),
         "memory": _memory(stage.memory, number) if stage.memory is not None else None,
         "kernels": [[time.kernel, time.ms, time.calls, number.all(nodes)] for time, nodes in kernels],
         "errors": {what: [[number(node), x] for node, x in values.items()] for what, values in errors.items()},
@@ -148,11 +148,11 @@ def _memory(timeline: MemoryTimeline, number: _Texts) -> dict[str, Any]:
 
 
 def _plan(graph: GraphReport) -> dict[str, Any] | None:
-    entries = [entry for stage in graph.stages for entry in stage.passes]
-    plan: BucketPlan | None = next((entry.artifacts.plan for entry in entries if entry.artifacts.plan is not None), None)
+    plans = (entry.artifacts.plan for stage in graph.stages for entry in stage.passes)
+    plan: BucketPlan | None = next((plan for plan in plans if plan is not None), None)
     if plan is None:
         return None
-    plan = plan.with_windows([window for entry in entries for window in entry.artifacts.schedule or ()])
+    plan = plan.with_windows([window for stage in graph.stages for window in stage.windows])
     return {"world_size": plan.world_size, "layout": plan.layout, "total_bytes": plan.total_bytes, "buckets": [
         {"slots": [[slot.parameter, slot.numel * bucket.reduce_dtype.itemsize] for slot in bucket.slots],
          "bytes": bucket.total_bytes, "dtypes": bucket.dtypes(), "divide": f"{bucket.predivide:g} / {bucket.postdivide:g}",

@@ -41,7 +41,6 @@ class Artifacts:
         remarks: warnings about the graph.
         removed_casts: the casts that the pass took out.
         plan: the bucket plan of the graph.
-        schedule: the work between the start and the wait of each collective.
         own: what a user's pass reports, as JSON-able values.
     """
 
@@ -50,13 +49,12 @@ class Artifacts:
     remarks: list[str] | None = None
     removed_casts: list[RemovedCast] | None = None
     plan: BucketPlan | None = None
-    schedule: list[Window] | None = None
     own: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the artifacts as JSON-able values; `from_json` is the inverse."""
         kept = {name: artifact for name, artifact in vars(self).items() if artifact is not None and name != "own"}
-        for name in {"casts", "removed_casts", "schedule"} & kept.keys():
+        for name in {"casts", "removed_casts"} & kept.keys():
             kept[name] = [asdict(row) for row in kept[name]]
         if self.plan is not None:
             kept["plan"] = self.plan.to_json()
@@ -68,7 +66,7 @@ class Artifacts:
         own, kept = dict(data), {}
         for name in (f.name for f in fields(cls) if f.name in data):
             kept[name] = own.pop(name)
-        for name, row_type in (("casts", CastRow), ("removed_casts", RemovedCast), ("schedule", Window)):
+        for name, row_type in (("casts", CastRow), ("removed_casts", RemovedCast)):
             if name in kept:
                 kept[name] = [row_type(**row) for row in kept[name]]
         if "plan" in kept:
@@ -113,6 +111,7 @@ class StageReport:
         from_cache: no pass ran in this process; the record was read from beside the compile cache's entry.
         memory: of the graph after the last pass, for the stage "step".
         collectives: rows of what communicates in the graph after the last pass, in order, for the stage "step".
+        windows: of what communicates in the graph after the last pass, but for the stage "forward".
         ops: of the graph after the last pass, for the stage "forward".
         places: the module of each node of the graph after the last pass.
     """
@@ -124,6 +123,7 @@ class StageReport:
     lowered: str = ""
     memory: MemoryTimeline | None = None
     collectives: list[Any] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
     ops: list[OpDtype] = field(default_factory=list)
     places: NodePlaces = field(default_factory=NodePlaces)
 
@@ -223,6 +223,7 @@ def stage_to_json(stage: StageReport) -> dict[str, Any]:
     """Return a stage's record as JSON-able values; `stage_from_json` is its inverse."""
     return {"stage": stage.stage, "captured": stage.captured, "lowered": stage.lowered, "from_cache": stage.from_cache,
             "memory": asdict(stage.memory) if stage.memory is not None else None, "collectives": stage.collectives,
+            "windows": list(map(asdict, stage.windows)),
             "ops": [row.to_json() for row in stage.ops], "places": asdict(stage.places),
             "passes": [_pass_to_json(entry) for entry in stage.passes]}
 
@@ -241,4 +242,5 @@ def stage_from_json(row: dict[str, Any], *, from_cache: bool = True) -> StageRep
     return StageReport(row["stage"], row["captured"], passes, from_cache=from_cache, lowered=row["lowered"],
                        memory=MemoryTimeline.from_json(row["memory"]) if row["memory"] is not None else None,
                        collectives=row["collectives"], places=NodePlaces(**row["places"]),
+                       windows=[Window(**each) for each in row["windows"]],
                        ops=list(map(OpDtype.from_json, row["ops"])))
