@@ -121,6 +121,10 @@ def assigns_and_writes(model, x):
     model.seen.add_(1)
 
 
+def assigns_what_it_has_written(model, x):
+    model.seen.data = torch.mul(model.seen.data, 0.5, out=torch.empty(4))
+
+
 X = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0)))
 
 
@@ -154,9 +158,10 @@ def test_a_step_names_the_parameter_that_its_forward_replaces():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_memory_that_is_replaced_and_written_is_refused(way):
+@pytest.mark.parametrize("write", [assigns_and_writes, assigns_what_it_has_written])
+def test_memory_that_is_replaced_and_written_is_refused(write, way):
     with pytest.raises(Exception, match=r"test_python_forwards.py:\d+ puts memory in the place of a tensor's"):
-        trained(way, with_buffer(assigns_and_writes), lambda out, x: out.pow(2).mean(), X)
+        trained(way, with_buffer(write), lambda out, x: out.pow(2).mean(), X)
 
 
 # ---- threads and interrupts ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What only an unused output depends on has no gradient: `.grad` stays None, and no optimizer moves it."""
 
+import io
 import weakref
 
 import pytest
@@ -145,6 +146,8 @@ def test_no_hook_is_put_on_what_the_backward_goes_past(way, put):
     put(out)
     with pytest.raises(RuntimeError, match="one backward goes past it"):
         put(h)
+    torch.save(h, file := io.BytesIO())
+    put(torch.load(io.BytesIO(file.getvalue())))
     Features.put = (put,)
     try:
         with pytest.raises(RuntimeError, match="one backward goes past it"):

@@ -108,7 +108,7 @@ class CompiledModel:
             for path, parameter in model.named_parameters():
                 sync.watch(path, parameter)
             weakref.finalize(self, sync.stop).atexit = False
-        self._checked = self._capturing = self._is_whole = False  # whether its calls are one graph each
+        self._checked = self._capturing = self._is_whole = False  # whether its calls are one graph each, of modules that stay
         self._in_step, self._first_graph = in_step, -1
         self._num_calls, self._version = 0, -1  # since an update, on what came of other calls
         self._hooks: list[tuple[object, ...]] | None = None  # before the first call
@@ -131,7 +131,7 @@ class CompiledModel:
         """Have Dynamo capture what the model calls; nothing of this is around a call that a graph is there for."""
         if self._is_whole and (model := self._model()) is not None:
             check_not_sharded(model, all_modules(model))
-            self.classes.look_again(model)
+            self._is_whole = self.classes.look_again(model)  # else each call looks, from now on
         with self._patch:
             yield
 

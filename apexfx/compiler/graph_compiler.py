@@ -215,6 +215,7 @@ def _differentiated_once(compiled: Callable[..., Any], passed: Sequence[int]) ->
             told = True
         for output in (_listed(outputs)[i] for i in passed):
             output.register_hook = output.retain_grad = _refuse_hook
+            output.__getstate__ = dict  # a file of it holds neither
         return outputs
 
     return run

@@ -70,8 +70,8 @@ def keep_own_memory(gm: fx.GraphModule) -> None:
     for node in [node for node in gm.graph.nodes if node.op == "call_function"
                  and canonical_name(node.target) in ("set_", "shallow_copy_data_")]:  # the latter in 2.14
         source = node.args[1]
-        while written(source):
-            source = source.args[0]
+        while memory := written(source):
+            source = memory[0]
         if source.op == "call_function" and canonical_name(source.target) == "_get_data_attr" and source.args[0] is node.args[0]:
             for user in list(node.users):
                 if canonical_name(user.target) == "_lower_version_count_by_1":  # which the assignment alone puts up

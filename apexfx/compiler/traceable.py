@@ -70,12 +70,17 @@ class TraceableClasses:
                         note_eager(module, path_of(model, module), self._report)
 
 
-    def look_again(self, model: nn.Module) -> None:
-        """Look through the modules of a model in the middle of a call that was thought to need no capture, and does."""
+    def look_again(self, model: nn.Module) -> bool:
+        """Look through the modules of a model in the middle of a call that was thought to need no capture, and does.
+
+        Returns:
+            whether it has the modules of before.
+        """
         with self._lock:
             self._put_back()
-            self._found = [*_find(model, self._group)]
+            before, self._found = self._found, [*_find(model, self._group)]
             self._put()
+            return self._found == before
 
     def _put(self) -> None:
         for module, _, cls in self._found:

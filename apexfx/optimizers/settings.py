@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -142,7 +143,8 @@ def _constants_read_by(cls: type[torch.optim.Optimizer], held: tuple[types.Funct
         codes = [function.__code__]
         for code in codes:  # which grows: functions within
             codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        names = [name for code in codes for name in code.co_names]  # of globals, and of attributes
+        names = [each.argval for code in codes for each in dis.get_instructions(code)  # in co_names are attributes, too
+                 if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")]
         places += [_Place(name, function.__globals__) for name in names]
         places += [*map(_Place, function.__code__.co_freevars, function.__closure__ or ())]
         places += [_Place(name, function) for name in ("__defaults__", "__kwdefaults__", "__dict__")]

@@ -21,6 +21,7 @@ from tests.train_step.test_optimizers import Net, assert_same, batches, eager_st
 from tests.train_step.test_step import ROUNDING
 
 import apexfx  # isort: skip
+from apexfx.optimizers.settings import settings_of  # isort: skip
 from apexfx.optimizers.traced import initial_state  # isort: skip
 from apexfx.optimizers.traced.traced_update import traced_update  # isort: skip
 from apexfx.optimizers.update_rules import unsupported_reason  # isort: skip
@@ -356,3 +357,26 @@ def test_two_threads_trace_two_optimizers_at_once_and_names_are_what_they_were()
             loss_fn(reference(x), y).backward()
             optimizer.step()
         assert_same(model.state_dict(), reference.state_dict())
+
+
+place, LIMIT = 0, 1.0
+
+
+class ReadsPlace(optim.SGD):
+    """Has an attribute of the name of a variable in its file, which it does not read, as that of a loop around the step."""
+
+    place = 1.0
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=min(self.place, LIMIT))
+
+
+def test_an_attribute_is_no_variable_of_its_name(monkeypatch):
+    optimizer = ReadsPlace([torch.nn.Parameter(torch.ones(2))])
+    before = dict(settings_of(optimizer))
+    monkeypatch.setitem(globals(), "place", 1)
+    assert dict(settings_of(optimizer)) == before
+    monkeypatch.setitem(globals(), "LIMIT", 0.5)
+    assert dict(settings_of(optimizer)) != before
