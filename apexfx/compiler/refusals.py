@@ -71,8 +71,8 @@ def check_python_objects() -> None:
     """
     for source in traced_objects("DequeVariable", changed=True):
         if getattr(traced_expression(source), "maxlen", None) is not None:
-            raise ValueError(f"apexfx: {_plain(source)} is a deque with a maxlen, which graphs do not heed; append to it outside "
-                             "of the model and the loss")
+            raise ValueError(f"apexfx: {_plain(source)} is a deque with a maxlen, which graphs do not heed; keep what it holds "
+                             "in a buffer, or append to it outside of the model and the loss")
     for source in traced_objects("RandomVariable"):
         raise ValueError(f"apexfx: {_plain(source)} is a random.Random, and a number that the forward draws from it would be the "
                          "same in every call; draw by torch, or outside and give the number as a tensor")

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.func import hessian, jacfwd, jacrev, vmap
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
@@ -243,7 +244,7 @@ def a_derivative_through_a_function(cured):
     return {"objective": with_position(lambda model, x: penalty((model(x).exp() if cured else Exp.apply(model(x))).sum(), x))}
 
 
-@cure("whose third derivative is wrong in torch; call that of torch.nn.functional, an instance norm without")
+@cure("whose derivative is wrong there in torch; call that of torch.nn.functional, an instance norm without")
 def a_third_derivative(cured):  # which is wrong in eager for both
     def loss(model, x):
         first = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
@@ -391,19 +392,6 @@ def data_that_is_replaced(cured):
         else:
             net.mean.data = x.mean(0)
         net.mean.add_(1)
-        return h * net.mean
-
-    return {"model": Net(use, mean=nn.Buffer(torch.zeros(4)))}
-
-
-@cure(r"or\s+x.data.add_")
-def data_that_is_added_to(cured):
-    def use(net, h, x):
-        net.mean.mul_(0.5)
-        if cured:
-            net.mean.data.add_(x.mean(0))
-        else:
-            net.mean.data += x.mean(0)
         return h * net.mean
 
     return {"model": Net(use, mean=nn.Buffer(torch.zeros(4)))}
@@ -702,7 +690,7 @@ def a_hook_on_a_parameter(cured):
     return {"model": model, "transform": cured}
 
 
-@cure("each for other values .* a number .*give it\\s+as a tensor", limit=2)
+@cure("each for other values .* a number .*give a tensor", limit=2)
 def a_number_that_changes(cured):
     return {"objective": lambda model, x, k: square(model, x) * (k if cured else [1.0, 2.0, 3.0, 4.0][k]),
             "batch": lambda x, k: (x, torch.tensor(k + 1.0) if cured else k)}
@@ -728,7 +716,7 @@ def a_module_of_no_optimizer(cured):
             **({"optimizer": both, "modules": [other]} if cured else {})}
 
 
-@cure(r"freeze them around the step by requires_grad_\(False\)")
+@cure(r"freeze them by requires_grad_\(False\)")
 def a_module_that_is_not_trained(cured):
     other = nn.Linear(4, 1).requires_grad_(not cured)
     return {"objective": lambda model, x: other(model(x)).square().sum()}
@@ -882,7 +870,7 @@ def trained(program: Program, inner: str) -> list[float]:
 def test_a_cure_trains_what_the_program_trained(name):
     row = CURES[name]
     with torch._dynamo.config.patch(recompile_limit=row.limit):
-        with pytest.raises((ValueError, RuntimeError, TypeError), match=f"(?s){row.said}"):
+        with pytest.raises((ValueError, RuntimeError, TypeError, FailOnRecompileLimitHit), match=f"(?s){row.said}"):
             trained(made(row, cured=False), row.inner)
         expected = trained_by_a_loop(made(row, cured=row.as_cured, eager=True))
         assert trained(made(row, cured=True), row.inner) == pytest.approx(expected, rel=row.rel)

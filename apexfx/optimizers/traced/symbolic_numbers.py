@@ -10,9 +10,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import inspect
 import math
 import operator
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -186,7 +186,8 @@ def _in_this_thread(*functions: tuple[ModuleType, str, Callable[..., Any]]) -> I
 
 def _asks_of_program() -> bool:
     """Return whether the function that called one of `_in_this_thread`, which calls this, is neither torch's nor ours."""
-    return str(sys._getframe(3).f_globals.get("__name__")).partition(".")[0] not in ("torch", "apexfx")
+    program = inspect.currentframe().f_back.f_back.f_back  # behind that one, and what tells threads apart
+    return str(program.f_globals.get("__name__")).partition(".")[0] not in ("torch", "apexfx")
 
 
 def _either(plain: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
