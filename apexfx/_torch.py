@@ -166,13 +166,13 @@ def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., object]:
     return cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step
 
 
-ONE_CAPTURES = threading.RLock()  # a process has one stance, and one function of a name: threads that change them take turns
+CAPTURE_LOCK = threading.RLock()  # a process has one stance, and one function of a name: threads that change them take turns
 
 
 @contextlib.contextmanager
 def not_compiling() -> Iterator[None]:
     """Have `torch.compiler.is_compiling()` say no, as in an eager program, and what is compiled run as it is written."""
-    with ONE_CAPTURES:
+    with CAPTURE_LOCK:
         before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -186,9 +186,20 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+_num_own_hooks = 0
+
+
+def register_own(register: Callable[[Callable[..., Any]], RemovableHandle], hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a hook that `num_hooks` does not count."""
+    global _num_own_hooks
+    before, handle = RemovableHandle.next_id, register(hook)
+    _num_own_hooks += RemovableHandle.next_id - before
+    return handle
+
+
 def num_hooks() -> int:
-    """Return how many hooks of any kind this process has registered: where that is as before, no tensor has a new one."""
-    return RemovableHandle.next_id
+    """Return how many hooks of any kind a program has registered: where that is as before, nothing has a new one."""
+    return RemovableHandle.next_id - _num_own_hooks
 
 
 @contextlib.contextmanager

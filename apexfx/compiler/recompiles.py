@@ -21,7 +21,7 @@ def told(reason: str) -> str:
     """Return what a graph that is compiled again is announced by."""
     if (dim := re.search(r"size mismatch at index (\d+)", reason)) is not None:
         spares = "pad to a few lengths" if int(dim[1]) else "DataLoader(drop_last=True) leaves a smaller last batch out"
-        reason += (f"; {spares}, and torch._dynamo.mark_dynamic(x, {dim[1]}) of each tensor of the batch, labels too, before "
+        reason += (f"; {spares}, and torch._dynamo.mark_dynamic(x, {dim[1]}) of each tensor of that size, labels too, before "
                    "the first call has one graph for all sizes")
     return f"compiles again: {reason}"
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import in_backward, tensor_version
+from .._torch import in_backward, register_own, tensor_version
 from ..buckets.eager_reduce import reduce_gradients
 from ..buckets.plan import given_plan
 from ..config import BucketConfig
@@ -271,9 +271,9 @@ class GradientSync(Synchronizer):
             self.note_averages(places, gradients)
             return gradients
 
-        run.node.register_prehook(before)
+        register_own(run.node.register_prehook, before)
         if reduces:
-            run.node.register_hook(after)
+            register_own(run.node.register_hook, after)
 
     def note_averages(self, places: Sequence[tuple[int, int]], gradients: Sequence[Tensor | None]) -> None:
         """Note what a graph has averaged: of its gradients, those at `places`, each with its parameter's id."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._torch import tree_leaves
+from .._torch import register_own, tree_leaves
 from .nodes import graphs, value
 
 _COPIES = ("torch::autograd::CopyBackwards", "torch::autograd::CopySlices")  # of what a graph wrote into its inputs
@@ -215,9 +215,9 @@ class GraphRun:
                 handle = None
             if (used := self.used(tangents)) != -1:
                 # Not in every backward: while autograd has such a hook to call, it keeps the tangents.
-                handle = self.node.register_hook(lambda gradients, _: self.without_unused(gradients, used))
+                handle = register_own(self.node.register_hook, lambda gradients, _: self.without_unused(gradients, used))
 
-        self.node.register_prehook(before)
+        register_own(self.node.register_prehook, before)
 
 
 def _compiled_nodes(node: Any, place: int, earlier: Collection[Any]) -> Iterator[tuple[Any, int]]:

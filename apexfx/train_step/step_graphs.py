@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import ONE_CAPTURES, set_grad_enabled, tensor_version, tree_leaves
+from .._torch import CAPTURE_LOCK, set_grad_enabled, tensor_version, tree_leaves
 from .._torch_compilers import (
     INLINE_REGIONS,
     dynamo_config,
@@ -197,7 +197,7 @@ class StepGraphs:
         if self._components.options.config.inner == "cudagraphs":
             self._fix_addresses()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
-        with ONE_CAPTURES, PROGRESS.compiling("Dynamo captures the step"), contextlib.suppress(NotRun), \
+        with CAPTURE_LOCK, PROGRESS.compiling("Dynamo captures the step"), contextlib.suppress(NotRun), \
                 contextlib.nullcontext() if is_set else self._patch, explained_aliases(), torch.no_grad(), capture_errors():
             yield
 
@@ -232,7 +232,7 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
     compiled = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
 
     def capture() -> None:
-        with ONE_CAPTURES, contextlib.suppress(NotRun), forked_random(), dynamo_config.patch(_dynamo_settings()), \
+        with CAPTURE_LOCK, contextlib.suppress(NotRun), forked_random(), dynamo_config.patch(_dynamo_settings()), \
                 torch.no_grad(), capture_errors(), model.traceable():
             compiled(inputs, batch, named)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import apexfx
-from apexfx.compiler import rewritten_graph
+from apexfx.compiler import compiled_model, rewritten_graph
 from tests.backward_graphs import TwoGraphs
 from tests.small_models import Model
 from tests.tables import table
@@ -33,6 +33,15 @@ def test_graph_breaks_are_compiled_on_both_sides():
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
     with pytest.raises(torch._dynamo.exc.Unsupported):
         transformed(TwoGraphs(), fullgraph=True)(x)
+
+
+def test_a_training_loop_looks_through_no_modules(monkeypatch):
+    model, x = transformed(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))), torch.randn(3, 4)
+    for _ in range(2):
+        model(x).sum().backward()
+    monkeypatch.setattr(compiled_model, "all_modules", lambda _: pytest.fail("modules were looked through"))
+    for _ in range(2):
+        model(x).sum().backward()
 
 
 def test_modules_left_to_eager_are_named(caplog):

@@ -86,6 +86,14 @@ def test_what_is_compiled_again_is_told_with_what_spares_it(monkeypatch):
     assert "expected 4, actual 3; DataLoader(drop_last=True)" in size and "mark_dynamic(x, 0) of each tensor" in size
     length = told(size.partition("compiles again: ")[2].partition(";")[0].replace("index 0", "index 1"))
     assert "pad to a few lengths" in length and "mark_dynamic(x, 1)" in length and "drop_last" not in length
+    model = nn.Linear(4, 3)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters()), opt_level="O0", inner="eager")
+    for rows in (4, 3, 7):
+        batch = torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64)
+        for tensor in batch:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        step(*batch)
+    assert len(step.report.graphs) == 1
 
 
 @ENTRIES

@@ -64,16 +64,20 @@ def a_forward_inside_of_no_sync_and_one_outside(rank, world_size):
     check_gradients(model, lambda model: square(model, x) + square(model, 2 * x), rank, world_size)
 
 
-def sums_and_local_gradients(rank, world_size):
-    x, model = batch(rank), transformed(gradient_average=False)
-    square(model, x).backward()
-    with model.no_sync(), refused("Call zero_grad.. before no_sync"):
-        square(model, x).backward()
+def check_sums_of_local_gradients(model, x, rank, world_size):
     model.zero_grad()
     with model.no_sync():
         square(model, x).backward()
     square(model, x).backward()
     check_gradients(model, lambda model: 2 * square(model, x), rank, world_size, factor=world_size)
+
+
+def sums_and_local_gradients(rank, world_size):
+    x, model = batch(rank), transformed(gradient_average=False)
+    square(model, x).backward()
+    with model.no_sync(), refused("Call zero_grad.. before no_sync"):
+        square(model, x).backward()
+    check_sums_of_local_gradients(model, x, rank, world_size)
 
 
 def autograd_grad_behind_no_sync(rank, world_size):
@@ -137,11 +141,7 @@ def two_backwards_of_a_wrapper(rank, world_size):
     check_gradients(model, lambda model: square(model, x), rank, world_size, factor=world_size)
     with refused("keep what is to be one sum local by no_sync"):
         square(model, x).backward()
-    model.zero_grad()
-    with model.no_sync():
-        square(model, x).backward()
-    square(model, x).backward()
-    check_gradients(model, lambda model: 2 * square(model, x), rank, world_size, factor=world_size)
+    check_sums_of_local_gradients(model, x, rank, world_size)
 
 
 def a_parameter_without_a_gradient(rank, world_size):

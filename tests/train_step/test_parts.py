@@ -53,8 +53,8 @@ CASES = [(optimizer, options) for options in OPTIONS.values() for optimizer in (
 
 def make(optimizer=one, parts=PARTS, **options):
     model, parts = net(), parts if optimizer is not outside else [part for part in parts if part.place != "after_update"]
-    return apexfx.train_step(model, F.mse_loss, optimizer(model), opt_level="O0",
-                             **{"inner": "eager", "parts": parts, **options})
+    return apexfx.train_step(model, F.mse_loss, optimizer(model),
+                             **{"opt_level": "O0", "inner": "eager", "parts": parts, **options})
 
 
 def batches(count):
@@ -111,6 +111,14 @@ def test_under_inductor_as_in_eager():
     eager, compiled = (copy.deepcopy(step.state_dict()) for step in steps)
     assert_close(compiled["parts"], eager["parts"])
     assert_close(compiled["model"], eager["model"])
+
+
+def test_a_part_that_sets_no_gradient_leaves_half_ones_as_they_are():
+    steps = [make(parts=parts, opt_level="O2", dtype=torch.float16) for parts in ([Before()], [])]
+    for inputs, targets in batches(3):
+        losses = [step(inputs, targets) for step in steps]
+        assert torch.equal(*losses)
+    assert_close(steps[0].slot("before"), {name: p.detach() for name, p in steps[1].model.named_parameters()})
 
 
 @table(1, "optimizer, options", CASES)

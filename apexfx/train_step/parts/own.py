@@ -85,7 +85,7 @@ class Own(Part):
         if versions != list(map(tensor_version, others)):
             raise ValueError(f"apexfx: the part {self.part} writes a tensor in place that is no slot of its own; give new "
                              "gradients to end.set_gradients(), and keep what is to stay in a slot")
-        for g, now in zip(grads, end.grads):
+        for g, now in zip(grads, end.grads) if end.grads is not grads else ():  # which it has set
             if g is not None and kind_of(now) != (expected := kind_of(g.float() if g.dtype in HALVES else g)):
                 raise ValueError(f"apexfx: the part {self.part} sets a gradient that is {kind_of(now)}, expected {expected}, as "
                                  "end.gradients() returns it")
