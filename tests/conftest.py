@@ -8,8 +8,35 @@ import pytest
 import torch
 
 import tests.quick_compiles  # noqa: F401
+from apexfx.compiler import inner_compilers
+from apexfx.passes import outline_layers
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or Inductor compiles a probe of the CPU for every new cache
+
+
+def pytest_addoption(parser):
+    parser.addoption("--outline-everything", action="store_true",
+                     help="whatever repeats in a graph becomes calls of a subgraph, under inner='eager', too")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _outline_everything(request):
+    """Under its option, every graph of every test is outlined where two runs of a few ops are equal."""
+    if not request.config.getoption("--outline-everything"):
+        yield
+        return
+    before_eager = inner_compilers.copy_where_no_view_is
+
+    def outlined(graph):
+        before_eager(graph)
+        outline_layers.OutlineLayers()(graph)
+        graph.recompile()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, least in {"_LEAST_OPS": 3, "_LEAST_COPIES": 2, "_LEAST_SAVED": 0, "_LEAST_SHARE": 0.0}.items():
+            patch.setattr(outline_layers, name, least)
+        patch.setattr(inner_compilers, "copy_where_no_view_is", outlined)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

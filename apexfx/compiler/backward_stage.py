@@ -49,9 +49,12 @@ class BackwardPasses(CustomGraphPass):
             self._user_pass(graph)
         gm = graph.owning_module
         if self.is_train_step or is_backward(gm):
-            self.run(gm)
+            report = self.run(gm)
+            report.passes += self._pipeline.for_code(report.stage, gm)
         else:
             self.on_forward(gm)
+            for entry in self._pipeline.for_code("forward", gm):
+                self._record.forward.lowered = entry.code
         torch_faults.copy_one_by_one(gm)
 
     def run(self, gm: fx.GraphModule) -> StageReport:

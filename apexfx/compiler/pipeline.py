@@ -71,6 +71,11 @@ class Pipeline:
             invariants.check(gm, thorough=True)
         return report
 
+    def for_code(self, stage: str, gm: fx.GraphModule) -> list[PassReport]:
+        """Run the passes of the stage "code" over the graph of a stage, last of all; return a row of each that changed it."""
+        entries = [self._run_pass(pass_, stage, gm, None, "", order.rows(gm.graph))[0] for pass_ in self.stage("code")]
+        return [entry for entry in entries if entry.matches]
+
     def _run_pass(self, pass_: Pass, stage: str, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None, text: str,
                   rows_before: list[order.NodeSnapshot]) -> tuple[PassReport, str, list[order.NodeSnapshot]]:
         """Run a pass; return its report, and the graph's Python and rows after it, which are given as they are before it."""

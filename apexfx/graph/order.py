@@ -19,7 +19,7 @@ from .._torch import HigherOrderOperator, OpOverload, below_functorch, storage_a
 from ..errors import PassError
 from .collectives import is_collective, is_wait
 from .mutation import written
-from .nodes import NAME, value
+from .nodes import NAME, argument, value
 
 
 def aliases(node: fx.Node) -> bool:
@@ -30,8 +30,9 @@ def aliases(node: fx.Node) -> bool:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Return whether an op takes the next numbers of a generator."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Return whether an op takes the next numbers of a generator; attention without dropout takes none."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags \
+        and argument(node, "dropout_p") != 0
 
 
 def dependencies(graph: fx.Graph, *, new: Collection[fx.Node] = ()) -> dict[fx.Node, set[fx.Node]]:

@@ -21,6 +21,7 @@ from .channels_last import ChannelsLast
 from .fuse_batchnorm import FuseBatchnorm
 from .gather_shards import GatherShards, ShardGroup
 from .gather_updated import GatherUpdated
+from .outline_layers import OutlineLayers
 from .precision import Precision
 from .recompute import Recompute
 from .scatter_gradients import ScatterGradients
@@ -183,6 +184,8 @@ TABLE: tuple[Row, ...] = (
         lambda config, context: UpdateEarly() if context.is_train_step else None),
     Row(GatherUpdated, "train_step(), ddp=True, shard=", _gather_updated, _SHARED),
     Row(Recompute, "train_step(), inner=\"inductor\" or memory_budget=", _recompute),
+    Row(OutlineLayers, "inner=\"inductor\", where layers are equal",
+        lambda config, context: OutlineLayers() if config.inner == "inductor" else None),
 )
 
 

@@ -11,7 +11,7 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 from ..graph.nodes import module_path, source_line
 from ..report.records import Artifacts, Match
 
-STAGES = ("forward", "backward", "step")
+STAGES = ("forward", "backward", "step", "code")
 NUMERIC_TIERS = ("bitwise", "reassociates", "changes_dtype")
 
 
@@ -22,8 +22,9 @@ class Pass(PassBase):
 
     Attributes:
         name: the pass's name in reports, `skip=` and errors; also its file's name.
-        stage: "forward" (the Dynamo graph), "backward" (AOTAutograd's) or "step" (the whole training step as AOTAutograd has
-            it, where those of the stage "backward" run, too).
+        stage: "forward" (the Dynamo graph), "backward" (AOTAutograd's), "step" (the whole training step as AOTAutograd has
+            it, where those of the stage "backward" run, too) or "code" (what Inductor makes code of, forward, backward or step,
+            behind all others: the code is proved against the graph in front of these).
         numeric: "bitwise", "reassociates" or "changes_dtype"; enforced by `verify="each"`.
         needs: names of passes that have to run earlier, checked before anything runs.
 

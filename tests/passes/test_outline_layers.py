@@ -1,0 +1,261 @@
+"""The outline_layers pass: equal layers become one subgraph, what is not equal stays, and the bits are the same."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import operator
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import apexfx
+from apexfx.passes import outline_layers
+from apexfx.passes.outline_layers import OutlineLayers, invoke_subgraph
+from tests.tables import table
+
+WIDTH, ROWS, LAYERS = 16, 4, 5
+
+
+@pytest.fixture(autouse=True)
+def _of_any_size(monkeypatch):
+    monkeypatch.setattr(outline_layers, "_LEAST_OPS", 4)
+    monkeypatch.setattr(outline_layers, "_LEAST_SAVED", 0)
+    monkeypatch.setattr(outline_layers, "_LEAST_SHARE", 0.0)
+
+
+def layer(x, weight):
+    return x + torch.tanh(torch.sin(x @ weight) * 2.0).cos()
+
+
+def plain(x, *weights):
+    for weight in weights:
+        x = layer(x, weight)
+    return x
+
+
+def another_constant(x, *weights):
+    for place, weight in enumerate(weights):
+        x = x + torch.tanh(torch.sin(x @ weight) * (3.0 if place == 2 else 2.0)).cos()
+    return x
+
+
+def another_stride(x, *weights):
+    for place, weight in enumerate(weights):
+        x = layer(x, weight.t().contiguous().t() if place == 2 else weight + 0.0)
+    return x
+
+
+def another_wiring(x, *weights):
+    for place, weight in enumerate(weights):
+        a = x @ weight
+        b = torch.sin(a)
+        x = (a - b if place == 2 else b - a).tanh().cos().exp().neg()
+    return x
+
+
+def a_value_that_is_skipped_to(x, *weights):
+    first = x
+    for weight in weights:
+        x, first = layer(x, weight) + first, x
+    return x, first
+
+
+def two_results_of_one_memory(x, *weights):
+    kept = []
+    for weight in weights:
+        a = torch.tanh(x @ weight)
+        b = a.t().sin().cos()
+        x = (b @ a).exp().sum() + a
+        kept += [a, a.t(), a[1:]]
+    return x, *(each * 2 for each in kept)
+
+
+def a_result_that_is_an_operand(x, *weights):
+    kept = []
+    for weight in weights:
+        turned = weight.t()
+        x = layer(x, turned)
+        kept.append(turned)
+    return x, *(x @ each for each in kept)
+
+
+def parts_of_one_tensor(x, *weights):
+    kept = []
+    for weight in weights:
+        low, high = (x @ weight).split(WIDTH // 2, 1)
+        x = torch.cat([low.sin(), high.cos()], 1).tanh().exp().neg()
+        kept.append(high)
+    return x, *(each + 1 for each in kept)
+
+
+def by_turns(x, *weights):
+    for place, weight in enumerate([*weights, weights[0]]):
+        x = layer(x, weight) if place % 2 else (x @ weight).relu().exp().neg().sigmoid()
+    return x
+
+
+def written_amid(x, *weights):
+    total = torch.zeros_like(x)
+    for weight in weights:
+        a = torch.sin(x @ weight)
+        total.add_(a)
+        x = (a + total).tanh().cos().exp()
+    return x, total
+
+
+def written_behind(x, *weights):
+    total = torch.zeros_like(x)
+    for weight in weights:
+        a = torch.sin(x @ weight)
+        total.add_(a)
+        x = a.tanh().cos().exp().neg()
+    return x, total
+
+
+def random_amid(x, *weights):
+    for weight in weights:
+        a = torch.sin(x @ weight).tanh().cos().exp()
+        x = (a * torch.rand_like(a)).sigmoid().neg().sin().cos()
+    return x
+
+
+def differentiated(x, *weights):
+    leaves = [weight.detach().requires_grad_() for weight in weights]
+    loss = plain(x, *leaves).square().sum()
+    return loss, *torch.autograd.grad(loss, leaves)
+
+
+# What is outlined of each, as (copies, ops, operands, results) of a run.
+PROGRAMS = {
+    plain: [(5, 6, 2, 1)],
+    another_constant: [],  # two copies in front of it, and two behind it
+    another_stride: [],
+    another_wiring: [(4, 7, 2, 1)],
+    a_value_that_is_skipped_to: [(4, 7, 3, 1)],
+    two_results_of_one_memory: [(5, 11, 2, 2)],
+    a_result_that_is_an_operand: [(5, 7, 2, 1)],
+    parts_of_one_tensor: [(5, 10, 2, 2)],
+    by_turns: [(3, 11, 3, 1)],
+    written_amid: [(4, 6, 3, 1)],
+    written_behind: [(5, 6, 2, 2)],
+    random_amid: [(5, 5, 2, 1), (5, 5, 2, 1)],
+    differentiated: [(4, 13, 6, 2), (5, 7, 2, 3)],
+}
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    return [0.25 * torch.randn(shape, generator=generator) for shape in [(ROWS, WIDTH), *[(WIDTH, WIDTH)] * LAYERS]]
+
+
+def graph_of(program):
+    return make_fx(program, tracing_mode="fake")(*inputs())
+
+
+def outlined(gm):
+    gm, outline = copy.deepcopy(gm), OutlineLayers()
+    outline(gm)
+    gm.graph.lint()
+    gm.recompile()
+    return gm, [tuple(int(word) for word in match.detail.replace(",", "").split() if word.isdigit()) for match in outline.matches]
+
+
+def meaning(gm):
+    """Return what a graph computes, and writes in order, as digests of expressions: the bodies that it calls are inlined."""
+    writes, known_digests = [], set()
+
+    def expression(key):
+        known_digests.add(digest := hashlib.sha256(repr(key).encode()).hexdigest()[:16])
+        return digest
+
+    def run(graph_module, operands):
+        known, operands = {}, iter(operands)
+        for node in graph_module.graph.nodes:
+            def of(argument):
+                return fx.map_arg(argument, known.__getitem__)
+
+            if node.op == "placeholder":
+                known[node] = next(operands)
+            elif node.op == "get_attr":
+                known[node] = getattr(graph_module, node.target)
+            elif node.op == "output":
+                return of(node.args[0])
+            elif node.target is invoke_subgraph:
+                body, _, *given = of(node.args)
+                known[node] = run(body, given)
+            elif node.target is operator.getitem and isinstance(of(node.args[0]), tuple):
+                known[node] = of(node.args[0])[node.args[1]]
+            else:
+                known[node] = expression((str(node.target), repr(of((node.args, node.kwargs)))))
+                if node.target is not operator.getitem and node.target._schema.is_mutable:
+                    writes.append(known[node])
+        raise AssertionError("a graph without an output")
+
+    given = [expression(("input", place)) for place, _ in enumerate(gm.graph.find_nodes(op="placeholder"))]
+    return run(gm, given), writes, known_digests
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_what_is_equal_is_one_subgraph(program):
+    flat = graph_of(program)
+    gm, runs = outlined(flat)
+    assert runs == PROGRAMS[program]
+    assert len(gm.graph.find_nodes(op="call_function", target=invoke_subgraph)) == sum(copies for copies, *_ in runs)
+    assert meaning(gm) == meaning(flat)
+    again, runs = outlined(gm)
+    assert not runs and len(again.graph.nodes) == len(gm.graph.nodes)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_bits_are_the_same(program):
+    flat = graph_of(program)
+    gm, _ = outlined(flat)
+    found = []
+    for each in (flat, gm):
+        torch.manual_seed(0)
+        found.append(each(*inputs()))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+class Model(nn.Module):
+    """A program of above as a model, its weights parameters."""
+
+    def __init__(self, program):
+        super().__init__()
+        self.program, self.weights = program, nn.ParameterList(inputs()[1:])
+
+    def forward(self, x):
+        return self.program(x, *self.weights)
+
+
+@table(3, "program, door", [(program, door) for program in PROGRAMS for door in ("transform", "train_step")
+                            if program not in (differentiated, random_amid)],
+       ids=lambda each: each if isinstance(each, str) else each.__name__)
+def test_code_has_the_numbers_of_eager(program, door):
+    """Inductor takes what a subgraph returns for memory of its own."""
+    def loss_of(outputs):
+        leaves = outputs if isinstance(outputs, tuple) else (outputs,)
+        return sum((each * (place + 1)).square().mean() for place, each in enumerate(leaves))
+
+    x, eager, compiled = inputs()[0].double(), Model(program).double(), Model(program).double()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (eager, compiled)]
+    if door == "train_step":
+        step = apexfx.train_step(compiled, loss_of, optimizers[1], opt_level="O0")
+        losses = [float(step(x)) for _ in range(2)]
+    else:
+        model, losses = apexfx.transform(compiled, opt_level="O0"), []
+        for _ in range(2):
+            losses.append(loss_of(model(x)))
+            losses[-1].backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+    for found in losses:
+        loss = loss_of(eager(x))
+        torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64), loss.detach(), rtol=1e-10, atol=0)
+        loss.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    torch.testing.assert_close(list(compiled.parameters()), list(eager.parameters()), rtol=0, atol=1e-10)
