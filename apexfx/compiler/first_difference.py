@@ -14,7 +14,7 @@ from .._torch_compilers import generated_code
 from ..graph.nodes import source_line
 from ..observe.beside_float64 import CallsOfCode
 from ..random_state import forked_random
-from ..report.spans import GraphCode, exchanged
+from ..report.spans import GraphCode, exchanged, subgraphs
 
 _OFF = 1e-3  # relative: a buffer that is so far from all nodes of its kernel is not one of them
 
@@ -53,9 +53,9 @@ def first_difference(call: Callable[..., Any], inputs: list[Any], run_ops: Calla
     code = next((GraphCode(each.call, each.source, each.nodes) for each in generated_code() if each.call is function), None)
     if code is None:
         return ""
-    results: list[tuple[str, list[Tensor]]] = []
+    results: dict[str, list[Tensor]] = {}  # of the first call of each kernel, where a subgraph is called several times
     with forked_random(devices), CallsOfCode(), exchanged(
-            [code], lambda code, kernel: _Kernel(code, kernel, lambda *found: results.append(found)) if kernel else None):
+            [code, *subgraphs(code)], lambda code, kernel: _Kernel(code, kernel, results.setdefault) if kernel else None):
         call(inputs)
     wanted = {node for nodes in code.kernels.values() for node in nodes}
     values: dict[str, tuple[fx.Node, list[Tensor]]] = {}
@@ -65,7 +65,7 @@ def first_difference(call: Callable[..., Any], inputs: list[Any], run_ops: Calla
             values[node.name] = node, [x.clone() for x in tree_leaves((ops, wide)) if isinstance(x, Tensor)]
 
     run_ops(observe)
-    for kernel, buffers in results:
+    for kernel, buffers in results.items():
         known = [values[name] for name in code.kernels.get(kernel, ()) if name in values]
         if known and any(all(_off(buffer, x) > _OFF for _, each in known for x in each) for buffer in buffers):
             node = known[-1][0]

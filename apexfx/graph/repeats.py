@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 from .._torch import OpOverload
 from .nodes import size_hint, value
-from .order import dependencies
+
+Behind = Mapping[fx.Node, Collection[fx.Node]]  # the nodes that each node has to stay behind
 
 _ALIGNED = 16  # bytes: compiled code takes every input for memory that begins at a multiple of these
 _PHASES = 8  # places where copies may begin that are looked at
@@ -45,26 +46,28 @@ def viewed(node: fx.Node) -> fx.Node | None:
     return node.args[0] if is_view else None
 
 
-def repeats(graph: fx.Graph, may_repeat: Callable[[fx.Node], bool], *, least_ops: int, least_copies: int) -> Iterator[Repeat]:
+def repeats(graph: fx.Graph, may_repeat: Callable[[fx.Node], bool], behind: Callable[[], Behind], *, least_ops: int,
+            least_copies: int) -> Iterator[Repeat]:
     """Yield what repeats in a graph, the longest run first; no node is in two.
 
     Between the nodes of a copy others may lie that can go in front of it, or behind it: `make_room` moves them.
 
     Args:
         may_repeat: whether a node may be in a copy.
+        behind: the `dependencies` of the graph, which are asked for where something repeats.
         least_ops: of a copy.
         least_copies: of a run.
     """
-    nodes, behind = list(filter(may_repeat, graph.nodes)), dependencies(graph)
+    nodes = list(filter(may_repeat, graph.nodes))
     numbers: dict[Any, int] = {}
     tokens = [numbers.setdefault(_token(node), len(numbers)) for node in nodes]
     while (found := _longest(tokens, least_ops, least_copies)) is not None:
         start, _, length = found
-        yield from _Run(nodes, behind, *found).aligned(least_ops, least_copies)
+        yield from _Run(nodes, behind(), *found).aligned(least_ops, least_copies)
         tokens[start:start + length] = range(-1 - start, -1 - start - length, -1)  # as nothing else
 
 
-def make_room(copy: Sequence[fx.Node], behind: Mapping[fx.Node, Collection[fx.Node]]) -> None:
+def make_room(copy: Sequence[fx.Node], behind: Behind) -> None:
     """Move what lies between the nodes of a copy: in front of it what one of them waits for, and the rest behind it.
 
     Args:
@@ -77,7 +80,7 @@ def make_room(copy: Sequence[fx.Node], behind: Mapping[fx.Node, Collection[fx.No
         copy[-1].append(node)
 
 
-def _between(copy: Sequence[fx.Node], behind: Mapping[fx.Node, Collection[fx.Node]]) -> tuple[list[fx.Node], list[fx.Node]]:
+def _between(copy: Sequence[fx.Node], behind: Behind) -> tuple[list[fx.Node], list[fx.Node]]:
     """Return what lies between the nodes of a copy, in order: what one of them waits for, and the rest."""
     inside, between, node = set(copy), [], copy[0]
     while (node := node.next) is not copy[-1] and len(copy) > 1:
@@ -129,18 +132,19 @@ def _longest(tokens: Sequence[int], least_ops: int, least_copies: int) -> tuple[
 
 def _distances(tokens: Sequence[int]) -> list[int]:
     """Return how far behind a token the same one often comes, or one of the next of them: that is how far copies are apart."""
-    counts: Counter[int] = Counter()
+    counts: dict[int, int] = defaultdict(int)
     places: dict[int, deque[int]] = defaultdict(functools.partial(deque, maxlen=_NEXT))
     for place, token in enumerate(tokens):
-        counts.update(place - earlier for earlier in places[token])
+        for earlier in places[token]:
+            counts[place - earlier] += 1
         places[token].append(place)
-    return [distance for distance, _ in counts.most_common(_DISTANCES)]
+    return sorted(counts, key=counts.__getitem__, reverse=True)[:_DISTANCES]
 
 
 class _Run:
     """A run of nodes whose tokens repeat: `length` of `nodes` from `start` on, each equal to the one `period` behind it."""
 
-    def __init__(self, nodes: Sequence[fx.Node], behind: Mapping[fx.Node, Collection[fx.Node]], start: int, period: int,
+    def __init__(self, nodes: Sequence[fx.Node], behind: Behind, start: int, period: int,
                  length: int) -> None:
         self._nodes, self._behind, self._start, self._period, self._end = nodes, behind, start, period, start + length
         self._place = {node: place for place, node in enumerate(nodes[start:start + length], start)}

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from ..config import HALVES
 
@@ -30,7 +31,8 @@ class Errors(NamedTuple):
 
     @classmethod
     def of(cls, distances: Tensor) -> Errors:
-        return cls(float(distances.norm()), float(distances.abs().max())) if distances.numel() else cls(0.0, 0.0)
+        norms = (float(vector_norm(distances, order)) for order in (2, math.inf))
+        return cls(*norms) if distances.numel() else cls(0.0, 0.0)
 
 
 @dataclass
@@ -60,7 +62,9 @@ class Compared:
 
     def __post_init__(self) -> None:
         self.size = self._size()
-        self.of_code, self.of_ops = Errors.of(self._distances_of_code()), Errors.of(self.distances(self.ops))
+        of_ops = self._of_finite(self.ops)
+        self.of_ops = of_ops or Errors.of(self.distances(self.ops))
+        self.of_code = of_ops and self._of_finite(self.code) or Errors.of(self._distances_of_code())
 
     @property
     def is_counted(self) -> bool:
@@ -81,7 +85,15 @@ class Compared:
         if self.is_counted:
             return Errors(math.sqrt(self.wide.numel()), 1.0)
         wide = _real(self.wide) - (_real(self.before).double() if self.before is not None else 0)
-        return Errors.of(torch.where(wide.isfinite(), wide, 0))
+        size = Errors.of(wide)
+        return size if math.isfinite(size.norm) else Errors.of(torch.where(wide.isfinite(), wide, 0))
+
+    def _of_finite(self, got: Tensor) -> Errors | None:
+        """Return how far `got` is off where it and float64 are finite: large tensors are not to be read a dozen times."""
+        if self.is_counted or got.shape != self.wide.shape:
+            return None
+        errors = Errors.of(_real(got).double() - _real(self.wide))
+        return errors if math.isfinite(errors.norm) else None
 
     def distances(self, got: Tensor, before: Tensor | None = None) -> Tensor:
         """Return how far each element is from float64's: 0 where that or the ops lack a number, infinite where `got` alone does.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,6 +22,7 @@ from ..graph.printing import first_names
 from ..graph.repeats import Repeat, make_room, num_saved, repeats, viewed
 from ..report.fold_repeats import fold
 from ..report.node_places import node_places
+from ..report.spans import COPIES
 from .base import Pass
 
 _LEAST_OPS, _LEAST_COPIES = 16, 3
@@ -44,18 +47,27 @@ class OutlineLayers(Pass):
     stage = "code"
     numeric = "bitwise"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[str, list[list[str]]] = {}
+
+    def artifacts(self) -> dict[str, Any]:
+        """Return the nodes of each copy by the name of what repeats: those that a kernel of the subgraph computes."""
+        return {COPIES: self._copies}
+
     def call(self, gm: fx.GraphModule) -> PassResult:
-        found = list(repeats(gm.graph, _may_repeat, least_ops=_LEAST_OPS, least_copies=_LEAST_COPIES))
+        behind = functools.cache(lambda: dependencies(gm.graph))
+        found = list(repeats(gm.graph, _may_repeat, behind, least_ops=_LEAST_OPS, least_copies=_LEAST_COPIES))
         if not found or num_saved(found) < max(_LEAST_SAVED, _LEAST_SHARE * len(gm.graph.nodes)):
             return PassResult(gm, False)
-        places, behind = node_places(gm), dependencies(gm.graph)
+        places, self._copies = node_places(gm), {}
         names = [_names(repeat, places.module_of) for repeat in found]
         backward = {node for nodes in places.backward_of.values() for node in nodes}
         for repeat, (name, labels) in zip(found, names):
             num_ops, is_backward = len(repeat.copies[0]), [node.name in backward for node in repeat.copies[0]]
             suffix = "_backward" if 2 * sum(is_backward) > num_ops else ""
             for copy in repeat.copies:
-                make_room(copy, behind)
+                make_room(copy, behind())
             calls = self._outline(gm, repeat, name + suffix, [label + suffix for label in labels])
             self.record(calls[0], f"{len(calls)} x {num_ops} ops of {first_names([text for _, text in fold(labels)])}"
                                   f"{suffix and ', backward'}, {len(repeat.operands[0])} in, {len(repeat.results)} out")
@@ -64,6 +76,7 @@ class OutlineLayers(Pass):
     def _outline(self, gm: fx.GraphModule, repeat: Repeat, name: str, labels: Sequence[str]) -> list[fx.Node]:
         """Put a call in the place of each copy; return the calls."""
         name = _free_name(gm, name)
+        self._copies[name] = [[node.name for node in copy] for copy in repeat.copies]
         setattr(gm, name, fx.GraphModule(gm, _subgraph(repeat), class_name=name))
         first = repeat.copies[0][0]
         with gm.graph.inserting_before(min(copy[0] for copy in repeat.copies)):
@@ -139,4 +152,4 @@ def _free_name(gm: fx.GraphModule, path: str) -> str:
 
 
 def _identifier(path: str) -> str:
-    return re.sub(r"\W", "_", path)
+    return re.sub(r"\W", "_", f"layers.{path}" if path[0].isdigit() else path)

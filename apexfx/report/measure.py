@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -25,7 +26,7 @@ _UPDATES = ("unscale_clip_update", "update_early", "train_step")  # what puts in
 
 @dataclass(frozen=True)
 class _Run:
-    """A kernel that has run: where, when (ns), and when the host came to it."""
+    """A kernel that has run: where, when (ns), when the host came to it, and which call of its subgraph it was in the step."""
 
     code: GraphCode | None
     kernel: str
@@ -33,6 +34,7 @@ class _Run:
     end: int
     launched: int
     kind: str
+    call: int = 0
 
 
 def measure(graphs: Sequence[GraphReport], step: Callable[[], None], *, steps: int, warmup: int) -> Profile:
@@ -83,12 +85,21 @@ class _Timeline:
         self.in_graphs_ns = sum(event.end - event.start for event, _ in self.graphs)
         device = [event for event in events if event.on_device and not event.name.startswith("apexfx ")]
         self.on_device = bool(device)
-        self.runs = sorted(self._device_runs(device, host) if device else self._host_runs(host), key=lambda run: run.start)
+        runs = sorted(self._device_runs(device, host) if device else self._host_runs(host), key=lambda run: run.launched)
+        self.runs = sorted(self._numbered(runs), key=lambda run: run.start)
 
     def step_of(self, moment: int) -> int | None:
         """Return the number of the step in which a moment is."""
         index = bisect.bisect_right(self._begins, moment) - 1
         return index if index >= 0 and moment <= self.steps[index].end else None
+
+    def _numbered(self, runs: Sequence[_Run]) -> Iterator[_Run]:
+        """Number the runs of a kernel of a subgraph in each step, by the call of that which they belong to."""
+        counts: Counter[Any] = Counter()
+        for run in runs:
+            key = self.step_of(run.launched), id(run.code), run.kernel
+            yield replace(run, call=counts[key]) if run.code is not None and run.code.copies else run
+            counts[key] += 1
 
     def _host_runs(self, host: Sequence[ProfiledEvent]) -> Iterator[_Run]:
         for event, code, kernel in self.spans:
@@ -130,9 +141,9 @@ def _times(timeline: _Timeline) -> Iterator[KernelTime]:
     """Yield what each kernel takes in a step, and behind them what is of no kernel."""
     steps = len(timeline.steps)
     busy = _union((run.start, run.end) for run in timeline.runs if run.kind == COMPUTE)
-    grouped: dict[tuple[int, str], list[_Run]] = defaultdict(list)
+    grouped: dict[tuple[int, str, int], list[_Run]] = defaultdict(list)
     for run in timeline.runs:
-        grouped[id(run.code), run.kernel].append(run)
+        grouped[id(run.code), run.kernel, run.call].append(run)
     for runs in grouped.values():
         total = sum(run.end - run.start for run in runs)
         if timeline.on_device and runs[0].kind == COMMUNICATION:
@@ -155,7 +166,8 @@ def _describe(run: _Run, calls: float, ms: float) -> KernelTime:
     code = run.code
     if code is None:
         return KernelTime(kernel=run.kernel, kind=run.kind, calls=calls, ms=ms, ops=(run.kernel,), outside=True)
-    known = [place for node in code.kernels.get(run.kernel, ()) if (place := _place(code, node)) is not None]
+    nodes = code.nodes_of(run.kernel, run.call)
+    known = [place for node in nodes if (place := _place(code, node)) is not None]
     own = [place for place in known if run.kernel.startswith(f"torch.ops.{place[1]}.")]
     known = own or known  # of an op that Inductor calls as it is, without the views that it is given
     modules, ops, passes, lines, captured = (tuple(dict.fromkeys(column)) for column in zip(*known)) if known else ((),) * 5
@@ -167,7 +179,7 @@ def _describe(run: _Run, calls: float, ms: float) -> KernelTime:
     elif name.startswith("extern_kernels.") and hasattr(torch.ops.aten, op := name.removeprefix("extern_kernels.")):
         ops = (f"aten.{op}",)  # of a product and a sum, torch may name the sum alone
     return KernelTime(kernel=name, kind=run.kind, calls=calls, ms=ms, graph=code.graph.index if code.graph else None,
-                      stage=code.stage, nodes=tuple(code.kernels.get(run.kernel, ())), captured=tuple(filter(None, captured)),
+                      stage=code.stage, nodes=tuple(nodes), captured=tuple(filter(None, captured)),
                       modules=modules, ops=ops, passes=passes, lines=tuple(filter(None, lines)))
 
 

@@ -11,7 +11,7 @@ import contextlib
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -20,6 +20,7 @@ from .._torch import ProfilerSpan
 from .node_places import NodePlaces, node_places
 from .records import GraphReport
 
+COPIES = "copies"  # what a pass reports of a subgraph that is called: its name -> for each call, the nodes that it stands for
 _SPANS = "apexfx_spans"  # the name that the exchanged code finds them by
 _KERNEL = re.compile(r"^\s*# \[Provenance debug handles\] (\S+:\d+)$")
 
@@ -37,7 +38,8 @@ class GraphCode:
         stage: of which stage; None where it belongs to no record of the report.
         places: of its nodes; of the stage "forward" those of the captured graph.
         by_node: the kernels are nodes, each an assignment to its name.
-        spans: kernel of each span, in the order of the source.
+        copies: of a subgraph that is called, its nodes first, and the nodes that each call stands for.
+        parent: of a subgraph, the code that calls it.
     """
 
     function: types.FunctionType
@@ -48,6 +50,16 @@ class GraphCode:
     stage: str = ""
     places: NodePlaces = field(default_factory=NodePlaces)
     by_node: bool = False
+    copies: Sequence[Sequence[str]] = ()
+    parent: GraphCode | None = None
+
+    def nodes_of(self, kernel: str, call: int) -> Sequence[str]:
+        """Return the nodes that a kernel computes in a call of a step, the first of which is 0."""
+        nodes = self.kernels.get(kernel, ())
+        if not self.copies:
+            return nodes
+        own = dict(zip(self.copies[0], self.copies[call % len(self.copies)]))
+        return [own.get(node, node) for node in nodes]
 
 
 def graph_codes(graphs: Sequence[GraphReport]) -> list[GraphCode]:
@@ -58,8 +70,19 @@ def graph_codes(graphs: Sequence[GraphReport]) -> list[GraphCode]:
     for each in generated_code():
         code = GraphCode(each.call, each.source, each.nodes, each.lowered_from)
         _find_stage(code, graphs)
-        codes.append(code)
+        codes += [code, *subgraphs(code)]
     return codes
+
+
+def subgraphs(code: GraphCode) -> list[GraphCode]:
+    """Return the code of the subgraphs that some code calls."""
+    stages = code.graph.stages if code.graph is not None else ()
+    copies = {name: each for stage in stages if stage.stage == code.stage for entry in stage.passes
+              for name, each in entry.artifacts.own.get(COPIES, {}).items()}
+    own = code.function.__code__
+    called = [code.function.__globals__.get(name) for name in own.co_names]
+    return [replace(code, function=each, copies=copies.get(each.__name__, ()), parent=code) for each in called
+            if isinstance(each, types.FunctionType) and each.__code__.co_filename == own.co_filename]
 
 
 def _of_graph(gm: fx.GraphModule, graph: GraphReport) -> GraphCode:
@@ -86,7 +109,9 @@ def marked(codes: Sequence[GraphCode]) -> Iterator[dict[str, tuple[GraphCode, st
     """Have a profiler see spans, in this context; what is yielded says of each what it is: "" for the whole graph."""
     meaning: dict[str, tuple[GraphCode, str]] = {}
 
-    def span(code: GraphCode, kernel: str) -> ProfilerSpan:
+    def span(code: GraphCode, kernel: str) -> ProfilerSpan | None:
+        if not kernel and code.parent is not None:  # whose span is around it
+            return None
         name = f"apexfx {len(meaning)}"
         meaning[name] = code, kernel
         return ProfilerSpan(name)

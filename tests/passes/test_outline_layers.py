@@ -8,6 +8,7 @@ import operator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -259,3 +260,53 @@ def test_code_has_the_numbers_of_eager(program, door):
         optimizers[0].step()
         optimizers[0].zero_grad()
     torch.testing.assert_close(list(compiled.parameters()), list(eager.parameters()), rtol=0, atol=1e-10)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), dropout
+
+    def forward(self, x):
+        return x + self.down(F.dropout(F.gelu(self.up(x)), self.dropout))
+
+
+def trained(*, layers=4, dropout=0.0, steps=2, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(dropout) for _ in range(layers)))
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-3), **{"opt_level": "O0", **options})
+    for _ in range(steps):
+        step(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+    return step
+
+
+def test_a_profile_and_a_report_name_each_copy():
+    step = trained()
+    assert [entry.name for entry in step.report.graphs[0].stages[-1].passes][-1] == "outline_layers"
+    rows = [match.detail for match in step.report.graphs[0].stages[-1].passes[-1].matches]
+    assert rows == ["3 x 23 ops of {1..3}, backward, 6 in, 5 out", "4 x 10 ops of {0..3}, 5 in, 3 out"]
+    text = step.print_readable(stage="step")
+    assert all(f"layers_{layer} = torch.ops.higher_order.invoke_subgraph(" in text for layer in range(4))
+    times = step.report.profile(step, torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), num_steps=1).times
+    modules = {module for time in times for module in time.modules}
+    assert {f"{layer}.{name}" for layer in range(4) for name in ("up", "down")} <= modules
+    named = [time for time in times if time.nodes and time.graph is not None and len(time.modules) == 1]
+    assert len({frozenset(time.nodes) for time in named}) == len(named)
+
+
+@table(1, "dropout", [0.5, 0.0])
+def test_steps_are_those_without_the_pass(dropout):
+    """The random numbers of each copy are its own."""
+    parameters = [list(trained(dropout=dropout, skip=skip).model.parameters()) for skip in ((), ("outline_layers",))]
+    torch.testing.assert_close(*parameters, rtol=0, atol=1e-6)
+
+
+def test_a_view_among_the_results_is_noticed(monkeypatch, caplog):
+    """The mutant: it is given as memory of its own, and Inductor gives that away while the other result is read."""
+    monkeypatch.setattr("apexfx.graph.repeats.viewed", lambda node: None)
+    monkeypatch.setattr(outline_layers, "viewed", lambda node: None)
+    model = Model(two_results_of_one_memory)
+    step = apexfx.train_step(model, lambda outputs: sum(each.square().mean() for each in outputs),
+                             torch.optim.SGD(model.parameters(), lr=0.01), opt_level="O0")
+    step(inputs()[0])
+    assert "the code that Inductor made of graph 0 (step) is wrong" in caplog.text
