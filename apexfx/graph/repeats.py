@@ -220,8 +220,8 @@ class _Run:
 
 
 def num_saved(found: Sequence[Repeat]) -> int:
-    """Return how many nodes are left out where each of `found` is kept once."""
-    return sum((len(repeat.copies) - 1) * len(repeat.copies[0]) for repeat in found)
+    """Return how many nodes fewer there are where each of `found` is kept once, and called: a call, and its results, are nodes."""
+    return sum((len(each.copies) - 1) * len(each.copies[0]) - len(each.copies) * (1 + len(each.results)) for each in found)
 
 
 def _is_operand(val: Any) -> bool:

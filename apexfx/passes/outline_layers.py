@@ -16,7 +16,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import HigherOrderOperator, OpOverload, free_unbacked_symbols, tree_leaves
 from ..graph.mutation import written
-from ..graph.nodes import PASS, inherit, set_value, value
+from ..graph.nodes import PASS, inherit, op_name, set_value, value
 from ..graph.order import dependencies, draws_random_numbers
 from ..graph.printing import first_names
 from ..graph.repeats import Repeat, make_room, num_saved, repeats, viewed
@@ -29,6 +29,7 @@ _LEAST_OPS, _LEAST_COPIES = 16, 3
 _LEAST_SAVED, _LEAST_SHARE = 100, 0.2  # ops that are not compiled again, and of all
 _UPDATES = ("unscale_clip_update", "update_early", "skip_writes")
 _COLLECTIVES = ("_c10d_functional", "c10d", "_c10d_functional_autograd")
+_SEED, _RANDOM = "prims.inductor_lookup_seed.default", "prims.inductor_random.default"
 invoke_subgraph: HigherOrderOperator = torch.ops.higher_order.invoke_subgraph
 
 
@@ -56,9 +57,13 @@ class OutlineLayers(Pass):
         return {COPIES: self._copies}
 
     def call(self, gm: fx.GraphModule) -> PassResult:
+        masks = _compare_again(gm.graph)
         behind = functools.cache(lambda: dependencies(gm.graph))
         found = list(repeats(gm.graph, _may_repeat, behind, least_ops=_LEAST_OPS, least_copies=_LEAST_COPIES))
         if not found or num_saved(found) < max(_LEAST_SAVED, _LEAST_SHARE * len(gm.graph.nodes)):
+            for mask, copy in masks:
+                copy.replace_all_uses_with(mask)
+                gm.graph.erase_node(copy)
             return PassResult(gm, False)
         places, self._copies = node_places(gm), {}
         names = [_names(repeat, places.module_of) for repeat in found]
@@ -95,7 +100,7 @@ class OutlineLayers(Pass):
 
 def _may_repeat(node: fx.Node) -> bool:
     """Return whether a node computes tensors of tensors, and does nothing else."""
-    if node.op != "call_function" or node.meta.get(PASS) in _UPDATES:
+    if node.op != "call_function" or node.meta.get(PASS) in _UPDATES or op_name(node) == _SEED:  # of which each copy has its own
         return False
     leaves = tree_leaves(value(node))
     if not leaves or not all(isinstance(leaf, torch.Tensor | None) and not free_unbacked_symbols(leaf) for leaf in leaves):
@@ -104,6 +109,25 @@ def _may_repeat(node: fx.Node) -> bool:
         return _may_repeat(node.args[0])
     is_pure = isinstance(node.target, OpOverload) and not node.is_impure(impure_random=False) and not written(node)
     return is_pure and node.target.namespace not in _COLLECTIVES and not draws_random_numbers(node)
+
+
+def _compare_again(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Make a mask of random numbers anew for each of its readers but the first; return masks and copies.
+
+    Where it is read inside of one kernel alone, none stores it: on the CPU that takes longer than to draw the numbers, which
+    Inductor keeps in any case.
+    """
+    masks = []
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.gt.Scalar):
+        source = node.args[0]
+        while (base := viewed(source)) is not None:
+            source = base
+        if op_name(source) == _RANDOM and value(node).device.type == "cpu":
+            for user in sorted(node.users)[1:]:
+                with graph.inserting_before(user):
+                    masks.append((node, copy := graph.node_copy(node)))
+                user.replace_input_with(node, copy)
+    return masks
 
 
 def _subgraph(repeat: Repeat) -> fx.Graph:

@@ -141,8 +141,8 @@ PROGRAMS = {
     parts_of_one_tensor: [(5, 10, 2, 2)],
     by_turns: [(3, 11, 3, 1)],
     written_amid: [(4, 6, 3, 1)],
-    written_behind: [(5, 6, 2, 2)],
-    random_amid: [(5, 5, 2, 1), (5, 5, 2, 1)],
+    written_behind: [(4, 6, 2, 1)],
+    random_amid: [(4, 10, 3, 1)],
     differentiated: [(4, 13, 6, 2), (5, 7, 2, 3)],
 }
 
