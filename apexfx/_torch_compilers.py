@@ -83,6 +83,7 @@ from ._torch import (
     Compilation,
     current_translator,
     ends_in_graph_break,
+    free_unbacked_symbols,
     functorch_config,
     functorch_grad,
     in_graphs,
@@ -187,8 +188,11 @@ def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
 
 
 def specialize_floats(numbers: Sequence[torch.SymFloat]) -> None:
-    """Have Dynamo capture the graph once more, the floats that `numbers` are computed from being constants of it then."""
-    names = {str(symbol) for number in numbers for symbol in number.node.expr.free_symbols}
+    """Have Dynamo capture the graph once more, the floats that `numbers` are computed from being constants of it then.
+
+    What was read from a tensor can be none.
+    """
+    names = {str(symbol) for number in numbers for symbol in number.node.expr.free_symbols - free_unbacked_symbols(number)}
     if new := [name for name in names if not TensorifyState.should_specialize(name)]:
         for name in new:
             TensorifyState.specialize(name)

@@ -25,6 +25,7 @@ _TENSOR_CALLED = re.compile(r"how to trace the function .Tensor\(|Tensor method 
 # What torch says, in a word, and the reason and the advice that a user gets for it.
 _DRAW = ("Draw by torch.rand(()), and choose by torch.where(torch.rand(()) < p, a, b) in the place of an if; or draw outside, "
          "and give the step the number")
+_MOVE = "Move that out of the model and the loss (what is to be logged: return it as a tensor beside the loss)"
 _OBSTACLES = (
     (_DUAL_NUMBERS,
      "torch cannot differentiate forward (jvp, jacfwd, hessian) through every op, norms among others, while it captures a graph",
@@ -72,10 +73,10 @@ _OBSTACLES = (
          "next() is called on a {0} of Python, which a graph cannot advance",
          "Call next() outside, and give the step what it returns"),
         (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
-         "{0}() of Python is called, which is in no graph", "Move that out of the model and the loss"),
-        (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index or a shape depends on a number that is known when the graph runs "
-         "only: read from a tensor (.item(), int(t)) or drawn by Python's random", "Move that out of the model and the loss"),
-        (r"^(.*?)\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?", "{0}", "Move that out of the model and the loss"),
+         "{0}() of Python is called, which is in no graph", _MOVE),
+        (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index, a shape or a function of math depends on a number that is known when "
+         "the graph runs only: read from a tensor (.item(), int(t)) or drawn by Python's random", _MOVE),
+        (r"^(.*?)\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?", "{0}", _MOVE),
     )),
 )
 # Graph breaks of Dynamo's at what fails in eager, too.
