@@ -94,7 +94,10 @@ class RewrittenGraph:
 
     def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
         """Return what runs the graph; the report has it from then on."""
-        PROGRESS.enter("passes done, AOTAutograd derives what runs")
+        half = {row.target_dtype for entry in self.record.forward.passes for row in entry.artifacts.casts or ()} & {"bf16", "f16"}
+        level = f" ({self.config.opt_level} computes in {half.pop()}, opt_level='O0' in float32)" \
+            if half and self.config.level.casts else ""
+        PROGRESS.enter(f"passes done{level}, AOTAutograd derives what runs")
         if self.config.inner != "eager" and self.config.verify != "off":
             in_cpp = bool(self.config.inner_options.get("cpp_wrapper", inductor_config.cpp_wrapper))
             other_stages.prover = Prover(report, self.record, insists=self.config.verify == "code", in_cpp=in_cpp)
