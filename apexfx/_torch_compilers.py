@@ -33,7 +33,6 @@ from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
-    TensorifyScalarRestartAnalysis,
     TorchRuntimeError,
     Unsupported,
     UserError,
@@ -78,12 +77,13 @@ from torch._inductor.utils import clear_on_fresh_cache
 from torch._inductor.virtualized import V as inductor_state
 from torch._inductor.virtualized import ops as inductor_ops
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.passes._tensorify_python_scalars import SUPPORTED_OPS as TENSORIFIED
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ._torch import (
     Compilation,
     current_translator,
     ends_in_graph_break,
-    free_unbacked_symbols,
     functorch_config,
     functorch_grad,
     in_graphs,
@@ -187,21 +187,28 @@ def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
     return GraphLowering.decide_layout_opt(gm, is_inference=True)
 
 
-def specialize_floats(numbers: Sequence[torch.SymFloat]) -> None:
-    """Have Dynamo capture the graph once more, the floats that `numbers` are computed from being constants of it then.
-
-    What was read from a tensor can be none.
-    """
-    names = {str(symbol) for number in numbers for symbol in number.node.expr.free_symbols - free_unbacked_symbols(number)}
-    if new := [name for name in names if not TensorifyState.should_specialize(name)]:
-        for name in new:
-            TensorifyState.specialize(name)
-        raise TensorifyScalarRestartAnalysis
+def is_float_symbol(symbol: Any) -> bool:
+    """Return whether a symbol stands for a Python float that a graph is given."""
+    return symbol_is_type(symbol, SymT.FLOAT)
 
 
 def forget_specialized_floats() -> None:
     """Let later captures keep floats as inputs: Dynamo (2.13) names them by numbers that floats of another graph get, too."""
     TensorifyState.clear()
+
+
+def tensorify_clamps() -> contextlib.AbstractContextManager[Any]:
+    """Have AOTAutograd make tensors of the Python floats that bound a clamp, too, in the place of constants (2.13)."""
+    aten = torch.ops.aten
+
+    def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
+        for op, bound in ((aten.clamp_min, low), (aten.clamp_max, high)):
+            if bound is not None:
+                x = (op.Tensor if isinstance(bound, torch.fx.Proxy) else op.default)(x, bound)
+        return x
+
+    return mock.patch.dict(TENSORIFIED, {aten.clamp.default: clamp, aten.clamp_min.default: aten.clamp_min.Tensor,
+                                         aten.clamp_max.default: aten.clamp_max.Tensor})
 
 
 def without_tensorify() -> contextlib.AbstractContextManager[Any]:

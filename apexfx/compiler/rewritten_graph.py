@@ -60,7 +60,6 @@ def read_inputs(gm: fx.GraphModule, example_inputs: list[Any], config: Transform
     guard_shared_objects()
     check_inputs(gm, example_inputs)
     check_python_objects()
-    torch_faults.specialize_kept_floats(gm)
     torch_faults.widen_drawn_numbers(gm, example_inputs)
     torch_faults.keep_own_memory(gm)
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), is_train_step=is_train_step)
@@ -142,7 +141,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
     record.recompiled = why_compiled_again(record, report.graphs)
     if record.recompiled:
         PROGRESS.enter(told(record.recompiled))
-    uuid = cache.uuid(config.describe(), pipeline.passes, {
+    uuid = None if torch_faults.takes_floats(gm) else cache.uuid(config.describe(), pipeline.passes, {
         "groups": groups.describe(), "reduce": reduces, "left_out": context.left_out,
         "inputs": [[p.name, p.kind] for p in placeholders]})
     key = cache.graph_key(uuid, gm) if uuid is not None and config.inner != "eager" else None
