@@ -151,7 +151,7 @@ def recompile_reason() -> str:
     constant = re.fullmatch(r"(.+) == (.+)", reason)
     if constant and isinstance(now := traced_expression(constant[1]), (bool, int, float, str)):
         reason = f"{constant[1]} {now!r}, was {constant[2]}"
-    return re.sub(r"\bL\['(\w+)'\]|\bG\['__import_\w+'\]\.(?=\w)", r"\1", with_closures_named(reason))
+    return re.sub(r"\b(?:L|named_inputs)\['(\w+)'\]|\bG\['__import_\w+'\]\.(?=\w)", r"\1", with_closures_named(reason))
 
 
 def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:

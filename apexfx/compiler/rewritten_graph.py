@@ -39,7 +39,7 @@ from .pipeline import Pipeline
 from .process_groups import Groups
 from .progress import PROGRESS, captured
 from .prover import Prover
-from .recompiles import told, why_compiled_again
+from .recompiles import of_each_value, told, why_compiled_again
 from .refusals import check_inputs, check_python_objects
 from .verification import real_inputs
 
@@ -141,6 +141,8 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
     record.recompiled = why_compiled_again(record, report.graphs)
     if record.recompiled:
         PROGRESS.enter(told(record.recompiled))
+        if again := of_each_value([*report.graphs, record]):
+            report.warn(f"apexfx: {again}")
     uuid = None if torch_faults.takes_floats(gm) else cache.uuid(config.describe(), pipeline.passes, {
         "groups": groups.describe(), "reduce": reduces, "left_out": context.left_out,
         "inputs": [[p.name, p.kind] for p in placeholders]})

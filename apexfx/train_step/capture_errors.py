@@ -14,7 +14,8 @@ from typing import Any
 from .._torch import close_frames, quiet_fakes
 from ..compiler.capture import local_name
 from ..compiler.forward_errors import InnerCompilerError, as_in_eager, frames_of_user, is_told, place, with_place
-from ..compiler.recompiles import LENGTHS
+from ..compiler.recompiles import LENGTHS, of_each_value
+from ..report.data import Report
 from .derivatives import REFUSED_AT_THIRD_ORDER, composed_at_capture
 
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
@@ -145,8 +146,12 @@ def counts_apart() -> ValueError:
 
 
 @contextlib.contextmanager
-def capture_errors() -> Iterator[None]:
-    """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors."""
+def capture_errors(report: Report) -> Iterator[None]:
+    """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors.
+
+    Args:
+        report: of what was compiled.
+    """
     from .._torch_compilers import (
         BackendCompilerFailed,
         FailOnRecompileLimitHit,
@@ -165,12 +170,13 @@ def capture_errors() -> Iterator[None]:
             raise
         reason = (f"the step was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
                   "changing")
-        raise NotOneGraph(
-            f"apexfx: {reason}: {LENGTHS}, a number or a list of numbers that the step is called with or the model holds (give a "
-            "tensor), a list that model or objective append to (return what goes there beside the loss), which parameters have "
-            "a gradient, or a hyperparameter other than the learning rate (OneCycleLR changes momentum or betas, which torch's "
-            "SGD, Adam and AdamW take as inputs). print(step.report) says which, graph by graph; raise "
-            f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
+        what = of_each_value(report.graphs) or (
+            f"{LENGTHS}, a number or a list of numbers that the step is called with or the model holds (give a tensor), a list "
+            "that model or objective append to (return what goes there beside the loss), which parameters have a gradient, or a "
+            "hyperparameter other than the learning rate (OneCycleLR changes momentum or betas, which torch's SGD, Adam and "
+            "AdamW take as inputs)")
+        raise NotOneGraph(f"apexfx: {reason}: {what}. print(step.report) says which, graph by graph; raise "
+                          f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
     except BackendCompilerFailed as error:
         inner, said = error.inner_exception, str(error.inner_exception)
         if "One of the differentiated Tensors" in said or "element 0 of tensors does not require grad" in said:
