@@ -690,6 +690,19 @@ def a_hook_on_a_parameter(cured):
     return {"model": model, "transform": cured}
 
 
+class Halves(apexfx.Part):
+    def apply(self, end):
+        end.set_gradients([g * 0.5 for g in end.gradients()])
+
+
+@cure("a part reads or changes them in the step")
+def hooks_that_change_gradients(cured):
+    model = Net()
+    for p in model.parameters() if not cured else ():
+        p.register_hook(lambda g: g * 0.5)
+    return {"model": model, **({"parts": [Halves()]} if cured else {})}
+
+
 @cure("each for other values .* for each value of batch.1.: give it as a tensor, hold it in a buffer", limit=3)
 def a_number_that_changes(cured):
     return {"objective": lambda model, x, k: square(model, x) * (k if cured else [1.0, 2.0, 3.0, 4.0][k]),
