@@ -33,7 +33,6 @@ from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
-    TensorifyScalarRestartAnalysis,
     TorchRuntimeError,
     Unsupported,
     UserError,
@@ -78,6 +77,8 @@ from torch._inductor.utils import clear_on_fresh_cache
 from torch._inductor.virtualized import V as inductor_state
 from torch._inductor.virtualized import ops as inductor_ops
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.passes._tensorify_python_scalars import SUPPORTED_OPS as TENSORIFIED
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ._torch import (
     Compilation,
@@ -150,7 +151,7 @@ def recompile_reason() -> str:
     constant = re.fullmatch(r"(.+) == (.+)", reason)
     if constant and isinstance(now := traced_expression(constant[1]), (bool, int, float, str)):
         reason = f"{constant[1]} {now!r}, was {constant[2]}"
-    return re.sub(r"\bL\['(\w+)'\]|\bG\['__import_\w+'\]\.(?=\w)", r"\1", with_closures_named(reason))
+    return re.sub(r"\b(?:L|named_inputs)\['(\w+)'\]|\bG\['__import_\w+'\]\.(?=\w)", r"\1", with_closures_named(reason))
 
 
 def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:
@@ -186,18 +187,28 @@ def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
     return GraphLowering.decide_layout_opt(gm, is_inference=True)
 
 
-def specialize_floats(numbers: Sequence[torch.SymFloat]) -> None:
-    """Have Dynamo capture the graph once more, the floats that `numbers` are computed from being constants of it then."""
-    names = {str(symbol) for number in numbers for symbol in number.node.expr.free_symbols}
-    if new := [name for name in names if not TensorifyState.should_specialize(name)]:
-        for name in new:
-            TensorifyState.specialize(name)
-        raise TensorifyScalarRestartAnalysis
+def is_float_symbol(symbol: Any) -> bool:
+    """Return whether a symbol stands for a Python float that a graph is given."""
+    return symbol_is_type(symbol, SymT.FLOAT)
 
 
 def forget_specialized_floats() -> None:
     """Let later captures keep floats as inputs: Dynamo (2.13) names them by numbers that floats of another graph get, too."""
     TensorifyState.clear()
+
+
+def tensorify_clamps() -> contextlib.AbstractContextManager[Any]:
+    """Have AOTAutograd make tensors of the Python floats that bound a clamp, too, in the place of constants (2.13)."""
+    aten = torch.ops.aten
+
+    def clamp(x: Any, low: Any = None, high: Any = None) -> Any:
+        for op, bound in ((aten.clamp_min, low), (aten.clamp_max, high)):
+            if bound is not None:
+                x = (op.Tensor if isinstance(bound, torch.fx.Proxy) else op.default)(x, bound)
+        return x
+
+    return mock.patch.dict(TENSORIFIED, {aten.clamp.default: clamp, aten.clamp_min.default: aten.clamp_min.Tensor,
+                                         aten.clamp_max.default: aten.clamp_max.Tensor})
 
 
 def without_tensorify() -> contextlib.AbstractContextManager[Any]:

@@ -1,6 +1,8 @@
-"""What is indexed by a number that is known when the graph runs only: a tensor of no dimension, or what was read of one."""
+"""What is indexed by a number that is known when the graph runs only, a tensor of no dimension or what was read of one."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -171,3 +173,55 @@ def test_transform_refuses_a_branch_on_a_number_that_was_read_at_its_line(fullgr
     model = apexfx.transform(Bank(rows_or_all), opt_level="O0", inner="eager", fullgraph=fullgraph)
     with pytest.raises(RuntimeError, match=r"apexfx: a branch, or a shape, .*rows_or_all: if n := rows.shape\[0\]:\n  Use"):
         model(batches()[0])
+
+
+class Log:
+    last = 0.0
+
+
+def objective_that_logs(model, x):
+    loss = model(x).square().mean()
+    kl = loss.detach().abs()
+    Log.last = kl.item()
+    return loss, {"number": kl.item(), "sum": 2 * float(kl) + int((x > 0).sum()), "large": kl.item() > 0.1,
+                  "text": f"{kl.item():.3f}", "array": kl.numpy()}
+
+
+@pytest.mark.parametrize("inner, options", [("eager", {}), ("eager", {"accumulate": 2}), ("inductor", {})])
+def test_a_metric_may_be_read_in_the_objective(inner, options):
+    model = nn.Linear(4, 2, dtype=torch.float64)
+    eager = copy.deepcopy(model)
+    step = apexfx.train_step(model, objective=objective_that_logs, optimizer=torch.optim.SGD(model.parameters(), 0.1),
+                             opt_level="O0", inner=inner, **options)
+    for call in range(4):
+        x = torch.randn(3, 4, dtype=torch.float64)
+        _, logged = step(x)
+        last, (loss, expected) = Log.last, objective_that_logs(eager, x)
+        assert list(map(type, logged.values())) == list(map(type, expected.values()))
+        assert logged.pop("array") == pytest.approx(expected.pop("array"))
+        assert logged == pytest.approx(expected) and last == logged["number"] == pytest.approx(loss.item())
+        loss.backward()
+        if call % 2 or not options:
+            for p in eager.parameters():
+                p.data -= 0.1 / options.get("accumulate", 1) * p.grad
+                p.grad = None
+    torch.testing.assert_close(list(model.parameters()), list(eager.parameters()))
+    assert all(graph.recompiled == "" for graph in step.report.graphs)
+
+
+@pytest.mark.parametrize("way", ["transform", "step"])
+def test_a_forward_may_keep_a_number_that_it_reads(way):
+    def use(model, h, k):
+        model.last = h.detach().abs().mean().item()
+        return h * 2
+
+    torch.manual_seed(0)
+    model = Bank(use)
+    options = {"opt_level": "O0", "inner": "eager"}
+    made = apexfx.transform(model, **options) if way == "transform" else apexfx.train_step(
+        model, objective=lambda model, *batch: model(batch).mean(), optimizer=torch.optim.SGD(model.parameters(), 0.1), **options)
+    for batch in batches():
+        expected = model.layer(batch[0]).abs().mean().item()
+        made(batch) if way == "transform" else made(*batch)
+        assert (made if way == "transform" else model).last == pytest.approx(expected)
+    assert len(made.report.graphs) == 1

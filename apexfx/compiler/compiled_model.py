@@ -195,7 +195,7 @@ class CompiledModel:
             name_precision(error, self.report)
             raise
         except FailOnRecompileLimitHit:
-            raise limit_hit(self._name) from None
+            raise limit_hit(self._name, self.report.graphs) from None
         finally:
             self._index.arguments = outer
         if call.tensors:

@@ -11,7 +11,7 @@ from ..report.records import GraphReport
 LENGTHS = ("the length of sequences that the model loops over (pad to a few lengths; torch.nn.LSTM, GRU and RNN are one op for "
            "all)")
 
-
+_OTHER_VALUE = re.compile(r"(.+) (?:'.*'|-?\d[\w.+-]*), was ")  # of a number or a text
 # Of a training step, whose plan is a long text.
 _OTHER_PLAN = ("the update is another: it is known which parameters have a gradient (freeze those that the loss never uses, by "
                "requires_grad_(False), and the first graph is for that), or a number of a group has changed")
@@ -26,15 +26,25 @@ def told(reason: str) -> str:
     return f"compiles again: {reason}"
 
 
-def limit_hit(name: str) -> Exception:
-    """Return the error of a method of a transformed model, `name`, that was compiled too often."""
+def of_each_value(graphs: Sequence[GraphReport]) -> str:
+    """Return, where a number or a text was another once more in the last of some graphs, what it is and what to do; else ""."""
+    last = _OTHER_VALUE.match(graphs[-1].recompiled) if graphs else None
+    if last is None or sum(graph.recompiled.startswith(f"{last[1]} ") for graph in graphs) < 2:
+        return ""
+    return (f"a graph is compiled for each value of {last[1]}: give it as a tensor, hold it in a buffer, or keep it fixed "
+            "(docs/recompiles.md)")
+
+
+def limit_hit(name: str, graphs: Sequence[GraphReport]) -> Exception:
+    """Return the error of a method of a transformed model, `name`, that was compiled too often, to `graphs`."""
     from .._torch_compilers import FailOnRecompileLimitHit, dynamo_config
 
+    why = of_each_value(graphs) or (
+        f"the warning above, or TORCH_LOGS=recompiles, says of what: {LENGTHS}, another size (pass dynamic=True), or a number or "
+        "a text that it is called with or the model holds (give it as a tensor, hold it in a buffer, keep it fixed)")
     return FailOnRecompileLimitHit(
-        f"apexfx: {name} was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
-        "changing, and would now run in eager, without the passes. The warning above, or TORCH_LOGS=recompiles, says what it is: "
-        f"{LENGTHS}, another size (pass dynamic=True), or a number or a text that it is called with or the model holds (give it "
-        "as a tensor, hold it in a buffer, keep it fixed). Or raise torch._dynamo.config.recompile_limit")
+        f"apexfx: {name} was compiled {dynamo_config.recompile_limit} times, each for other values, and would now run in eager, "
+        f"without the passes; {why}. Or raise torch._dynamo.config.recompile_limit")
 
 
 def why_compiled_again(record: GraphReport, earlier: Sequence[GraphReport]) -> str:

@@ -39,7 +39,7 @@ from .pipeline import Pipeline
 from .process_groups import Groups
 from .progress import PROGRESS, captured
 from .prover import Prover
-from .recompiles import told, why_compiled_again
+from .recompiles import of_each_value, told, why_compiled_again
 from .refusals import check_inputs, check_python_objects
 from .verification import real_inputs
 
@@ -60,7 +60,6 @@ def read_inputs(gm: fx.GraphModule, example_inputs: list[Any], config: Transform
     guard_shared_objects()
     check_inputs(gm, example_inputs)
     check_python_objects()
-    torch_faults.specialize_kept_floats(gm)
     torch_faults.widen_drawn_numbers(gm, example_inputs)
     torch_faults.keep_own_memory(gm)
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), is_train_step=is_train_step)
@@ -94,7 +93,10 @@ class RewrittenGraph:
 
     def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
         """Return what runs the graph; the report has it from then on."""
-        PROGRESS.enter("passes done, AOTAutograd derives what runs")
+        half = {row.target_dtype for entry in self.record.forward.passes for row in entry.artifacts.casts or ()} & {"bf16", "f16"}
+        level = f" ({self.config.opt_level} computes in {half.pop()}, opt_level='O0' in float32)" \
+            if half and self.config.level.casts else ""
+        PROGRESS.enter(f"passes done{level}, AOTAutograd derives what runs")
         if self.config.inner != "eager" and self.config.verify != "off":
             in_cpp = bool(self.config.inner_options.get("cpp_wrapper", inductor_config.cpp_wrapper))
             other_stages.prover = Prover(report, self.record, insists=self.config.verify == "code", in_cpp=in_cpp)
@@ -139,7 +141,9 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
     record.recompiled = why_compiled_again(record, report.graphs)
     if record.recompiled:
         PROGRESS.enter(told(record.recompiled))
-    uuid = cache.uuid(config.describe(), pipeline.passes, {
+        if again := of_each_value([*report.graphs, record]):
+            report.warn(f"apexfx: {again}")
+    uuid = None if torch_faults.takes_floats(gm) else cache.uuid(config.describe(), pipeline.passes, {
         "groups": groups.describe(), "reduce": reduces, "left_out": context.left_out,
         "inputs": [[p.name, p.kind] for p in placeholders]})
     key = cache.graph_key(uuid, gm) if uuid is not None and config.inner != "eager" else None

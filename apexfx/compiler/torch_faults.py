@@ -19,8 +19,9 @@ from .._torch import dynamo_source, tree_leaves
 from .._torch_compilers import (
     CustomGraphPass,
     forget_specialized_floats,
+    is_float_symbol,
     refuse_checkpoints_of,
-    specialize_floats,
+    tensorify_clamps,
     traced_code,
     without_tensorify,
 )
@@ -55,14 +56,14 @@ def widen_drawn_numbers(gm: fx.GraphModule, example_inputs: list[Any]) -> None:
             example_inputs[place] = node.meta["example_value"] = example_inputs[place].double()
 
 
-def specialize_kept_floats(gm: fx.GraphModule) -> None:
-    """Have Dynamo capture once more, with its value, a float that the forward changes and keeps in an attribute.
+def takes_floats(gm: fx.GraphModule) -> bool:
+    """Return whether a graph takes Python floats that change, or numbers computed from them.
 
-    AOTAutograd (2.13) would do so as well, but not in the key of its cache: other values would get the graph of the first.
+    AOTAutograd (2.13) makes a constant of what an op takes as a number, by a guard that is not in its cache: from there, other
+    values would get the graph of the first.
     """
-    kept = [node.args[0].meta["example_value"] for node in gm.graph.output_node().all_input_nodes
-            if node.target is torch.scalar_tensor and isinstance(node.args[0], fx.Node)]
-    specialize_floats([number for number in kept if isinstance(number, torch.SymFloat)])
+    numbers = (val for body in graphs(gm) for node in body.graph.nodes if isinstance(val := value(node), torch.SymFloat))
+    return any(is_float_symbol(symbol) for number in numbers for symbol in number.node.expr.free_symbols)
 
 
 def keep_own_memory(gm: fx.GraphModule) -> None:
@@ -203,7 +204,7 @@ def mended(gm: fx.GraphModule) -> Iterator[None]:
     Raises:
         ValueError: it is one that they cannot.
     """
-    with _traceable_rnn(gm), _keep_scalar_writes(gm), refuse_checkpoints_of(_draws):
+    with _traceable_rnn(gm), _keep_scalar_writes(gm), tensorify_clamps(), refuse_checkpoints_of(_draws):
         yield
     forget_specialized_floats()  # not behind an error: Dynamo may be about to capture again with what it has specialized
 

@@ -14,7 +14,8 @@ from typing import Any
 from .._torch import close_frames, quiet_fakes
 from ..compiler.capture import local_name
 from ..compiler.forward_errors import InnerCompilerError, as_in_eager, frames_of_user, is_told, place, with_place
-from ..compiler.recompiles import LENGTHS
+from ..compiler.recompiles import LENGTHS, of_each_value
+from ..report.data import Report
 from .derivatives import REFUSED_AT_THIRD_ORDER, composed_at_capture
 
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
@@ -25,6 +26,7 @@ _TENSOR_CALLED = re.compile(r"how to trace the function .Tensor\(|Tensor method 
 # What torch says, in a word, and the reason and the advice that a user gets for it.
 _DRAW = ("Draw by torch.rand(()), and choose by torch.where(torch.rand(()) < p, a, b) in the place of an if; or draw outside, "
          "and give the step the number")
+_MOVE = "Move that out of the model and the loss (what is to be logged: return it as a tensor beside the loss)"
 _OBSTACLES = (
     (_DUAL_NUMBERS,
      "torch cannot differentiate forward (jvp, jacfwd, hessian) through every op, norms among others, while it captures a graph",
@@ -72,10 +74,10 @@ _OBSTACLES = (
          "next() is called on a {0} of Python, which a graph cannot advance",
          "Call next() outside, and give the step what it returns"),
         (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
-         "{0}() of Python is called, which is in no graph", "Move that out of the model and the loss"),
-        (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index or a shape depends on a number that is known when the graph runs "
-         "only: read from a tensor (.item(), int(t)) or drawn by Python's random", "Move that out of the model and the loss"),
-        (r"^(.*?)\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?", "{0}", "Move that out of the model and the loss"),
+         "{0}() of Python is called, which is in no graph", _MOVE),
+        (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index, a shape or a function of math depends on a number that is known when "
+         "the graph runs only: read from a tensor (.item(), int(t)) or drawn by Python's random", _MOVE),
+        (r"^(.*?)\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?", "{0}", _MOVE),
     )),
 )
 # Graph breaks of Dynamo's at what fails in eager, too.
@@ -144,8 +146,12 @@ def counts_apart() -> ValueError:
 
 
 @contextlib.contextmanager
-def capture_errors() -> Iterator[None]:
-    """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors."""
+def capture_errors(report: Report) -> Iterator[None]:
+    """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors.
+
+    Args:
+        report: of what was compiled.
+    """
     from .._torch_compilers import (
         BackendCompilerFailed,
         FailOnRecompileLimitHit,
@@ -164,12 +170,13 @@ def capture_errors() -> Iterator[None]:
             raise
         reason = (f"the step was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
                   "changing")
-        raise NotOneGraph(
-            f"apexfx: {reason}: {LENGTHS}, a number or a list of numbers that the step is called with or the model holds (give a "
-            "tensor), a list that model or objective append to (return what goes there beside the loss), which parameters have "
-            "a gradient, or a hyperparameter other than the learning rate (OneCycleLR changes momentum or betas, which torch's "
-            "SGD, Adam and AdamW take as inputs). print(step.report) says which, graph by graph; raise "
-            f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
+        what = of_each_value(report.graphs) or (
+            f"{LENGTHS}, a number or a list of numbers that the step is called with or the model holds (give a tensor), a list "
+            "that model or objective append to (return what goes there beside the loss), which parameters have a gradient, or a "
+            "hyperparameter other than the learning rate (OneCycleLR changes momentum or betas, which torch's SGD, Adam and "
+            "AdamW take as inputs)")
+        raise NotOneGraph(f"apexfx: {reason}: {what}. print(step.report) says which, graph by graph; raise "
+                          f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
     except BackendCompilerFailed as error:
         inner, said = error.inner_exception, str(error.inner_exception)
         if "One of the differentiated Tensors" in said or "element 0 of tensors does not require grad" in said:

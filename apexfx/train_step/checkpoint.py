@@ -77,9 +77,13 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
     """Return a state as a step saves it; one that is damaged is refused, and what does not fit is told of."""
     if not isinstance(state, dict) or not state.keys() >= _ALWAYS:
         empty = "{}, which is what state_dict(full=True) returns on all ranks but the first"
+        given = state if isinstance(state, dict) else {}
         kind = sorted(state) or empty if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: {sorted(_ALWAYS)}. "
-                         "Load what a loop has saved into the model and the optimizer themselves, which the step shares")
+        held = [name for name, each in given.items() if isinstance(each, dict) and each.keys() >= _ALWAYS]
+        cure = f"Give it what is in {held[0]!r}" if held else \
+            "Load what a loop has saved into the model and the optimizer themselves, which the step shares"
+        raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: "
+                         f"{', '.join(map(repr, sorted(_ALWAYS - given.keys())))} missing. {cure}")
     for held in tree_leaves(state):
         check_own(held)
     if not isinstance(ranks := state["num_ranks"], int) or ranks < 1:

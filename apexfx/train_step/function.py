@@ -193,8 +193,8 @@ def _detached(returned: Any) -> Any:
         return returned.detach()
     if isinstance(returned, (int, float)):  # perhaps an input of the graph, of which Dynamo asks for no attributes
         return returned
-    held = returned.values() if isinstance(returned, dict) else getattr(returned, "__dict__", {}).values()
-    if (dataclasses.is_dataclass(returned) or isinstance(returned, dict)) and any(isinstance(x, Tensor) for x in held):
+    held = returned if isinstance(returned, dict) else vars(returned) if dataclasses.is_dataclass(returned) else {}
+    if any(isinstance(x, Tensor) for x in held.values()):
         raise TypeError(f"apexfx: the objective returned a {type(returned).__name__} of tensors beside the loss; it has to "
                         "return them in a tuple, a list or a dictionary, where the step detaches them")
     return returned

@@ -70,7 +70,7 @@ class StepInPieces(StepGraphs):
         self._state.prepare()
         components = self._components
         agreement, group, buckets = components.agreement, components.groups.gradients, components.options.config.buckets
-        with torch.no_grad(), capture_errors(), self._components.step_model.traceable(casts_inputs=False) as model:
+        with torch.no_grad(), capture_errors(components.report), components.step_model.traceable(casts_inputs=False) as model:
             inputs = self._state.inputs(model)
             loss, rest, grads, weighted = self._gradients(pieces, inputs, batch, named, ends=not accumulates)
             has_any = any(g is not None for g in grads) or any(inputs.accumulated)

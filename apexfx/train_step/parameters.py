@@ -59,8 +59,9 @@ def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, op
         raise ValueError(f"apexfx: the parameters are on {', '.join(sorted(map(str, devices)))}; a step runs on one device")
     if hooked := [names[id(p)] for p in trained if has_gradient_hooks(p)]:
         raise ValueError(f"apexfx: a hook is registered on parameter {hooked[0]!r} (register_hook or "
-                         "register_post_accumulate_grad_hook), which a training step as one graph would not run; remove it, "
-                         "or train with apexfx.transform() and the optimizer's own step()")
+                         "register_post_accumulate_grad_hook), which a training step as one graph would not run; remove it. "
+                         "keep_grads=True leaves the gradients in .grad behind a call; a part reads or changes them in the step "
+                         "(parts=, docs/parts.md). Or train with apexfx.transform() and the optimizer's own step()")
     _check_memory(model, objective_modules, {id(p) for p in trained})
     return trained
 

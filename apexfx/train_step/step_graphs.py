@@ -198,7 +198,8 @@ class StepGraphs:
             self._fix_addresses()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         with CAPTURE_LOCK, PROGRESS.compiling("Dynamo captures the step"), contextlib.suppress(NotRun), \
-                contextlib.nullcontext() if is_set else self._patch, explained_aliases(), torch.no_grad(), capture_errors():
+                contextlib.nullcontext() if is_set else self._patch, explained_aliases(), torch.no_grad(), \
+                capture_errors(self._components.report):
             yield
 
     def _fix_addresses(self) -> None:
@@ -233,7 +234,7 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
 
     def capture() -> None:
         with CAPTURE_LOCK, contextlib.suppress(NotRun), forked_random(), dynamo_config.patch(_dynamo_settings()), \
-                torch.no_grad(), capture_errors(), model.traceable():
+                torch.no_grad(), capture_errors(compiler.report), model.traceable():
             compiled(inputs, batch, named)
 
     run_or_raise_as_eager(capture, functools.partial(model.run_in_eager, inputs.objective, batch, named))

@@ -75,7 +75,7 @@ class Call:
             return ("step(inputs, *targets), where inputs that are a tuple, list or dictionary are unpacked; f(model, *batch) is "
                     "given as objective=f")
         unknown = _not_taken(self._objective, self.named)
-        return "step(...) with what objective takes after the model; step(*batch) unpacks a tuple" + (
+        return "step(...) with what objective takes after the model; step(*batch) unpacks a tuple, step(**batch) a dictionary" + (
             f"; it takes no {unknown[0]!r}" if unknown else "")
 
     @property

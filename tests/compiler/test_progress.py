@@ -22,20 +22,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def by_transform():
-    model = apexfx.transform(nn.Linear(4, 3), opt_level="O0", inner="eager")
+def by_transform(level="O0"):
+    model = apexfx.transform(nn.Linear(4, 3), opt_level=level, inner="eager")
     return lambda x, y: F.cross_entropy(model(x), y).backward()
 
 
-def by_backend():
+def by_backend(level="O0"):
     torch._dynamo.reset()
-    model = torch.compile(nn.Linear(4, 3), backend="apex", options={"opt_level": "O0", "inner": "eager"})
+    model = torch.compile(nn.Linear(4, 3), backend="apex", options={"opt_level": level, "inner": "eager"})
     return lambda x, y: F.cross_entropy(model(x), y).backward()
 
 
-def by_step():
+def by_step(level="O0"):
     model = nn.Linear(4, 3)
-    return apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    return apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, inner="eager")
 
 
 def said(entry, stream, monkeypatch):
@@ -66,6 +66,14 @@ def test_a_long_call_says_a_line_a_stage_in_a_log(entry, monkeypatch, capsys):
     assert stages[entry is not by_backend:] == [
         "captured n ops, passes run over them", "passes done, AOTAutograd derives what runs", "compiled"]
     assert capsys.readouterr().out == ""
+
+
+@ENTRIES
+@pytest.mark.parametrize("level, said_of_it", [("O0", False), ("O1", True), ("O2", True)])
+def test_it_says_where_a_graph_computes_in_low_precision(entry, level, said_of_it, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    text = said(lambda: entry(level), io.StringIO(), monkeypatch)
+    assert (f"passes done ({level} computes in bf16, opt_level='O0' in float32), " in text) == said_of_it
 
 
 class Unused(nn.Linear):

@@ -284,8 +284,8 @@ def constants_of_another_function() -> bool:
     return graphs_of(lambda x, number: x * number) > 1
 
 
-@fault("a float that the forward changes and keeps is, by the cache of AOTAutograd, that of an earlier graph", 197889, slow=True,
-       ours="compiler/torch_faults.py specialize_kept_floats")
+@fault("a float that an op takes, or a forward keeps, is that of an earlier graph by the cache of AOTAutograd", 197889,
+       slow=True, ours="compiler/torch_faults.py takes_floats")
 def kept_floats() -> bool:
     def forward(m, x):
         m.factor = m.factor + 0.25
@@ -293,6 +293,15 @@ def kept_floats() -> bool:
 
     run = compiled(Model(forward, factor=1.0), "inductor")
     return [run(torch.ones(())).item() for _ in range(5)] != [1.25, 1.5, 1.75, 2.0, 2.25]
+
+
+@fault("a float that bounds a clamp is a constant of a graph for each value",
+       met="the clip range of PPO, which Stable-Baselines3 anneals", ours="_torch_compilers.py tensorify_clamps")
+def bounds_of_clamps() -> bool:
+    run, before = compiled(lambda x, number: x.clamp(-number, number)), counters["stats"]["unique_graphs"]
+    for number in (0.5, 0.6, 0.7):
+        run(torch.ones(2), number)
+    return counters["stats"]["unique_graphs"] - before > 2
 
 
 @fault("a collective that eager does not differentiate is differentiated",

@@ -66,3 +66,23 @@ def test_bits_of_eager(name):
         eager.step()
     for p, q in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(p, q, **({"rtol": 0, "atol": 0} if equal else {"rtol": 2e-6, "atol": 1e-6}))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_old_log_probabilities_are_those_of_the_step_where_a_transformed_model_has_computed_them(level):
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 4)), torch.randn(8, 6), torch.randint(4, (8, 1))
+
+    def log_probabilities(policy):
+        return policy(x).log_softmax(-1).gather(-1, y)
+
+    def objective(policy, old):
+        ratio = (log_probabilities(policy) - old).exp()
+        return -ratio.mean(), (ratio - 1).abs().max()
+
+    options = {"opt_level": level, "inner": "eager"}
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    with torch.no_grad():
+        old, plain = log_probabilities(apexfx.transform(model, **options)), log_probabilities(model)
+    assert step(old)[1] == 0
+    assert (step(plain)[1] == 0) == (level == "O0")

@@ -677,7 +677,7 @@ def a_vmap_of_a_transformed_model(cured):
     return {"model": source, "objective": lambda model, x: vmap(source if cured else model)(x).square().sum(), "transform": True}
 
 
-@cure("give it as a tensor, hold it in a buffer", limit=2)
+@cure(r"for each value of more\[0\]: give it as a tensor, hold it in a buffer", limit=3)
 def a_number_that_changes_under_transform(cured):
     return {"model": Net(lambda net, h, x, k: h * (k if cured else [1.0, 2.0, 3.0, 4.0][k])), "transform": True,
             "batch": lambda x, k: (x, torch.tensor(k + 1.0) if cured else k)}
@@ -690,7 +690,20 @@ def a_hook_on_a_parameter(cured):
     return {"model": model, "transform": cured}
 
 
-@cure("each for other values .* a number .*give a tensor", limit=2)
+class Halves(apexfx.Part):
+    def apply(self, end):
+        end.set_gradients([g * 0.5 for g in end.gradients()])
+
+
+@cure("a part reads or changes them in the step")
+def hooks_that_change_gradients(cured):
+    model = Net()
+    for p in model.parameters() if not cured else ():
+        p.register_hook(lambda g: g * 0.5)
+    return {"model": model, **({"parts": [Halves()]} if cured else {})}
+
+
+@cure("each for other values .* for each value of batch.1.: give it as a tensor, hold it in a buffer", limit=3)
 def a_number_that_changes(cured):
     return {"objective": lambda model, x, k: square(model, x) * (k if cured else [1.0, 2.0, 3.0, 4.0][k]),
             "batch": lambda x, k: (x, torch.tensor(k + 1.0) if cured else k)}

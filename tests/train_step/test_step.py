@@ -457,6 +457,11 @@ def test_what_is_no_state_of_this_step_is_refused():
     step = make(loss_scale="dynamic")
     with pytest.raises(ValueError, match=r"expected what state_dict\(\) returns.* Load what a loop has saved into the model"):
         step.load_state_dict({"model": {}})
+    state = step.state_dict()
+    with pytest.raises(ValueError, match=r"returns: 'model' missing. Load what"):
+        step.load_state_dict({name: held for name, held in state.items() if name != "model"})
+    with pytest.raises(ValueError, match=r"was given \['schedule', 'step'\], .* missing. Give it what is in 'step'"):
+        step.load_state_dict({"step": state, "schedule": {}})
     with pytest.raises(ValueError, match=r"was given {}, which is what state_dict\(full=True\) returns on all ranks but"):
         step.load_state_dict({})
     with pytest.raises(ValueError, match="scaler, of a loss scale: 'loss_scale' has the shape "):

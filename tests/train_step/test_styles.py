@@ -260,6 +260,18 @@ def test_a_number_that_the_forward_changes_is_followed_until_too_many_graphs_are
             step(torch.ones(3))
 
 
+def test_a_list_of_numbers_that_changes_is_warned_of_by_its_name():
+    def objective(m, x, advantages):
+        return (m(x).flatten() * torch.tensor(advantages)).sum()
+
+    model = nn.Linear(3, 1)
+    step = apexfx.train_step(model, objective=objective, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    for number in range(3):
+        step(torch.ones(2, 3), advantages=[1.0 + number, 2.0])
+        assert len(step.report.notes) == (number == 2)  # the third value
+    assert "a graph is compiled for each value of advantages[0]: give it as a tensor" in step.report.notes[0]
+
+
 def backward_of_another_loss(m, x):
     m[1](x).sum().backward()
     return m[0](x).sum()

@@ -95,6 +95,9 @@ KEYWORDS = {
     # Name it as the objective does.
     "step(x=x, label=y), of an objective": (lambda s: s(x=X, label=Y), TypeError, [
         "objective()", "objective(model, x=float32[6, 8], label=int64[6])", "it takes no 'label'"]),
+    # Unpack the dictionary.
+    "step({...}), of an objective": (lambda s: s({"x": X, "labels": Y}), TypeError, [
+        "objective(model, {'x': float32[6, 8], 'labels': int64[6]})", "step(**batch) a dictionary"]),
     # Give the objective its labels.
     "step(x), of an objective": (lambda s: s(X), TypeError, ["objective()", "objective(model, float32[6, 8])",
                                                         "expected: step(...) with what"]),
