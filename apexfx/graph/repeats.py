@@ -220,7 +220,7 @@ class _Run:
 
 
 def num_saved(found: Sequence[Repeat]) -> int:
-    """Return how many nodes fewer there are where each of `found` is kept once, and called: a call, and its results, are nodes."""
+    """Return how many nodes fewer there are where each of `found` is kept once, and called: calls and results are nodes."""
     return sum((len(each.copies) - 1) * len(each.copies[0]) - len(each.copies) * (1 + len(each.results)) for each in found)
 
 
