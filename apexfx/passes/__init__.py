@@ -150,6 +150,15 @@ def _unscale_clip_update(config: TransformConfig, context: Context) -> Pass | No
     return UnscaleClipUpdate(_inductor_decompositions) if config.inner == "inductor" else UnscaleClipUpdate()
 
 
+def _outline_layers(config: TransformConfig, context: Context) -> Pass | None:
+    if config.inner != "inductor":
+        return None
+    from .._torch_compilers import inductor_config
+
+    in_cpp = config.inner_options.get("cpp_wrapper", inductor_config.cpp_wrapper)  # which calls no subgraph in torch 2.13
+    return None if in_cpp else OutlineLayers()
+
+
 def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     from .._torch_compilers import inductor_decompositions
 
@@ -184,8 +193,7 @@ TABLE: tuple[Row, ...] = (
         lambda config, context: UpdateEarly() if context.is_train_step else None),
     Row(GatherUpdated, "train_step(), ddp=True, shard=", _gather_updated, _SHARED),
     Row(Recompute, "train_step(), inner=\"inductor\" or memory_budget=", _recompute),
-    Row(OutlineLayers, "inner=\"inductor\", where layers are equal",
-        lambda config, context: OutlineLayers() if config.inner == "inductor" else None),
+    Row(OutlineLayers, "inner=\"inductor\", where layers are equal", _outline_layers),
 )
 
 

@@ -14,8 +14,8 @@ from ..precision.rules import RULES
 _HEADING = """\
 # Passes
 
-A pass rewrites one graph. Forward passes edit the graph that Dynamo captured, backward passes the one that AOTAutograd
-made from it, and step passes the graph of a whole training step. They run in this order. `skip=("name",)` leaves one
+Forward passes edit the graph that Dynamo captured, backward passes the one that AOTAutograd made from it, step passes that
+of a whole training step, and code passes what Inductor makes code of. They run in this order. `skip=("name",)` leaves one
 out, and `passes=(MyPass(),)` adds your own ([how to write one](architecture.md#write-a-pass-in-ten-lines)).
 
 The numeric tier says what a pass may change: nothing (`bitwise`), the order of sums (`reassociates`), or dtypes
