@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from ._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
+from ._torch import TorchDispatchMode, tree_leaves, tree_map
 from .compiler.forward_errors import frames_of_user, place
 from .train_step import TrainStep
 from .train_step.mean import Mean
@@ -86,8 +88,9 @@ class Splits:
             return ("The direction is right and the length is not: the loss divides by what is not its own count, or not at all, "
                     "and the step averages over calls and ranks. Return apexfx.Mean(total, count).")
         if self.mixes:
-            return (f"{self.mixes}\ncomputes with several examples at once, so a split batch is another function: give "
-                    "sync_bn=True for batch norms over ranks, or gather over the ranks in the loss.")
+            return (f"{self.mixes}\ncomputes with several examples at once, so a split batch is another function. Over ranks, "
+                    "sync_bn=True joins batch norms, and the loss can gather; over calls nothing does: a batch norm takes the "
+                    "statistics of one call.")
         return ("No op mixes examples, so the parts have other denominators: a mean of means weighs an example of a small part "
                 "more. Return apexfx.Mean(total, count).")
 
@@ -131,34 +134,75 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
     modules = {"": model, **({"loss.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
     params = {prefix + name: p for prefix, module in modules.items() for name, p in module.named_parameters()
               if id(p) in trained and p.requires_grad}
-    buffers = [(each, name, buffer) for module in modules.values() for each in _prepared(module, sync_bn=step.config.sync_bn)
+    buffers = [(each, name, buffer) for module in modules.values() for each in _prepared(module)
                for name, buffer in each.named_buffers(recurse=False)]
 
     def part_of(parts: int, place: int) -> Any:
         return tree_map(lambda x: _part(x, size, parts, place), (batch, named))
 
-    def loss(part: Any) -> Tensor | Mean:
+    def loss(part: Any, batch_norms: _SyncedBatchNorms | None = None) -> Tensor | Mean:
         for module, name, buffer in buffers:  # the same values for each part
             setattr(module, name, buffer.clone())
-        returned = objective(model, *part[0], **part[1])
+        with batch_norms or contextlib.nullcontext():
+            returned = objective(model, *part[0], **part[1])
         return returned[0] if isinstance(returned, tuple) else returned
+
+    def within(call: Any) -> Callable[[Any], Tensor | Mean]:
+        """Return the loss of one rank's part of a call."""
+        if not step.config.sync_bn:
+            return loss
+        loss(call, joined := _SyncedBatchNorms())
+        return lambda part: loss(part, _SyncedBatchNorms(joined.statistics))
+
+    def losses(ranks: int, calls: int) -> list[Tensor | Mean]:
+        return [of_rank(part_of(ranks * calls, call * ranks + rank))
+                for call in range(calls) for of_rank in [within(part_of(calls, call))] for rank in range(ranks)]
 
     with torch.random.fork_rng(), torch.enable_grad(), _explained():
         _check_repeats(*(loss(part_of(1, 0)) for _ in range(2)))
-        grads = {parts: _gradients([loss(part_of(parts, place)) for place in range(parts)], params)
-                 for parts in {1, *(r * a for r in ranks for a in accumulate)}}
-        rows = tuple(_compared(r, a, grads[1], grads[r * a]) for r in ranks for a in accumulate)
-        mixes = "" if all(row.is_right for row in rows) else _first_mixing(loss, part_of(2, 0), part_of(1, 0))
+        whole = _gradients(losses(1, 1), params)
+        rows = tuple(_compared(r, a, whole, _gradients(losses(r, a), params)) for r in ranks for a in accumulate)
+        halves = part_of(2, 0), part_of(1, 0)
+        mixes = "" if all(row.is_right for row in rows) else (
+            _first_mixing(within(halves[1]), *halves) or _first_mixing(loss, *halves))
     return Splits(rows, mixes)
 
 
-def _prepared(module: nn.Module, *, sync_bn: bool) -> list[nn.Module]:
+class _SyncedBatchNorms(TorchFunctionMode):
+    """Computes batch norms in training as a step under sync_bn=True does on one rank: with the statistics of the whole call.
+
+    Args:
+        given: the variance and mean of each, in order; None: those of the input, which is the whole call.
+
+    Attributes:
+        statistics: what was used.
+    """
+
+    def __init__(self, given: Sequence[tuple[Tensor, Tensor]] | None = None) -> None:
+        super().__init__()
+        self.statistics: list[tuple[Tensor, Tensor]] = []
+        self._given = given
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+    def _batch_norm(self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+                    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        var, mean = (torch.var_mean(input, dims, correction=0, keepdim=True) if self._given is None
+                     else self._given[len(self.statistics)])
+        self.statistics.append((var, mean))
+        scale, shift = (default if p is None else p.view_as(mean) for p, default in ((weight, 1.0), (bias, 0.0)))
+        return (input - mean) * (var + eps).rsqrt() * scale + shift
+
+
+def _prepared(module: nn.Module) -> list[nn.Module]:
     """Return a module and those in it, in float64, and as no part of a batch differs by itself."""
     for each in (modules := list(module.double().modules())):
         if isinstance(each, _DROPOUTS):
             each.p = 0.0
-        if isinstance(each, BatchNorm) and sync_bn:
-            each.eval()  # over the ranks, what is normalized is one batch
         for name in [name for name, x in vars(each).items() if "dropout" in name and isinstance(x, float)]:
             setattr(each, name, 0.0)  # of attention, between the layers of an LSTM
     return modules
