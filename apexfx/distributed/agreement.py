@@ -201,11 +201,10 @@ def check_alive(group: dist.ProcessGroup | None) -> None:
                                "(destroy_process_group()); make it anew over another group, or leave it out") from None
 
 
-def _narrowed(a: Any, b: Any) -> tuple[Any, Any]:
-    """Return of two mappings only what differs, and anything else as it is."""
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return a, b
-    return tuple({key: x[key] for key in x if x[key] != other.get(key, _NOTHING)} for x, other in ((a, b), (b, a)))
+def _short(item: Any) -> str:
+    """Return an item as text, of a long one the beginning."""
+    text = str(item)
+    return text if len(text) < 300 else f"{text[:300]}..."
 
 
 def _differing_keys(a: Any, b: Any, rank: int) -> str:
@@ -215,7 +214,8 @@ def _differing_keys(a: Any, b: Any, rank: int) -> str:
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return ""
     keys = [key for key in {**a, **b} if a.get(key, _NOTHING) != b.get(key, _NOTHING)]
-    return "; ".join(f"{key}: rank 0 has {a.get(key, _NOTHING)}, rank {rank} has {b.get(key, _NOTHING)}" for key in keys)
+    return "; ".join(f"{key}: rank 0 has {_short(a.get(key, _NOTHING))}, rank {rank} has {_short(b.get(key, _NOTHING))}"
+                     for key in keys)
 
 
 def _trained_on_one(a: Sequence[Any], b: Sequence[Any], rank: int) -> str:
@@ -268,11 +268,10 @@ def _different(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
         place = next((i for i, (a, b) in enumerate(zip(reference, items)) if a != b), min(len(reference), len(items)))
         there = [x[place] if place < len(x) else _NOTHING for x in (reference, items)]
         of_numbers = isinstance(there[0], list) and there[0][:1] == [_NUMBERS]
-        if said := _differing_keys(*there, rank) or _trained_on_one(reference, items, rank):
-            lines.append(f"  {said}")
-        first = [x if x is _NOTHING else json.dumps(x) for x in _narrowed(*there)]
-        lines.append(f"  first difference, at position {place}: rank 0 has {first[0]}, rank {rank} has {first[1]}"
-                     + (f" (there: the {what_there})" if what_there != what else ""))
+        said = _differing_keys(*there, rank) or _trained_on_one(reference, items, rank) or (
+            f"first difference, at position {place}: rank 0 has {_short(there[0])}, rank {rank} has {_short(there[1])}"
+            + (f" (there: the {what_there})" if what_there != what else ""))
+        lines.append(f"  {said}")
     if len({row[2] for row in rows}) > 1:
         lines += [*_counts(rows), "One of them may have failed in a step, and gone on to the next."]
     lines.append("A schedule needs what all ranks have alike: an averaged loss." if of_numbers else

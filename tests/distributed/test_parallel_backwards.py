@@ -202,7 +202,7 @@ def _failed(rank):
 
 
 def _ranks_apart(rank):
-    with pytest.raises(RankMismatchError, match=r'rank 0 has \["a.weight", \[4, 5\]'):
+    with pytest.raises(RankMismatchError, match=r"rank 0 has \['a.weight', \[4, 5\]"):
         DistributedDataParallel(nn.Linear(5, 4) if rank else Net())
     with pytest.raises(RankMismatchError, match="options of DistributedDataParallel"):
         DistributedDataParallel(Net(), message_size=10 + rank)

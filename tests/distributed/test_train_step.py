@@ -257,8 +257,8 @@ def test_ranks_with_other_models_or_graphs_are_told(rank, world_size):
 def test_ranks_that_would_update_otherwise_are_told(rank, world_size):
     norm, calls, rate = (1.0, 0.1)[rank], 1 + rank, (0.1, 0.01)[rank]
     for own, lr, name in (({"max_grad_norm": norm}, 0.1, "max_grad_norm"), ({"accumulate": calls}, 0.1, "accumulate"),
-                          ({}, rate, "  lr: rank 0 has 0.1, rank 1 has 0.01\n.*0.01"),
-                          ({}, torch.tensor(1.0 + rank), "  lr: rank 0 has 1.0, rank 1 has 2.0")):
+                          ({}, rate, "  lr: rank 0 has 0.1, rank 1 has 0.01\nEvery"),
+                          ({}, torch.tensor(1.0 + rank), "  lr: rank 0 has 1.0, rank 1 has 2.0\nEvery")):
         model = nn.Linear(3, 2)
         with pytest.raises(apexfx.RankMismatchError, match=f"agree on the options of the training step.*\n.*{name}"):
             apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=lr), ddp=True, **own)
