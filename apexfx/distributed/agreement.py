@@ -20,6 +20,7 @@ import traceback
 import weakref
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -32,11 +33,15 @@ from torch import Tensor
 
 from .._torch import device_of_group, process_group_timeout
 from ..errors import RankFailureError, RankMismatchError
+from ..graph.printing import first_names
 from ..host_copy import HostCopy
 
 TRAINED = "trains"  # begins an item that says of a parameter, by its name, that its gradient is averaged
 _NUMBERS = "numbers of the optimizer"
 _NOTHING = "nothing"
+_TRAIN_ALIKE = ("\n  Train the same layers on every rank. Where a batch does not use one, run it all the same and add 0 * its "
+                "output.sum() to the loss; or train in eager mode, by apexfx.parallel.DistributedDataParallel(model, "
+                "find_unused_parameters=True).")
 
 
 @dataclass
@@ -219,12 +224,14 @@ def _differing_keys(a: Any, b: Any, rank: int) -> str:
 
 
 def _trained_on_one(a: Sequence[Any], b: Sequence[Any], rank: int) -> str:
-    """Name a parameter that is averaged on one rank alone: "0.weight is trained on rank 0 and not on rank 1"."""
-    first, there = ({x[1] for x in items if isinstance(x, list) and x[0] == TRAINED} for items in (a, b))
+    """Name what is averaged on one rank alone: "0.weight, 0.bias are trained on rank 0 and not on rank 1", and say what to do."""
+    first, there = (Counter(x[1] for x in items if isinstance(x, list) and x[0] == TRAINED) for items in (a, b))
     if not first or not there:  # of a rank that is in pieces
         return ""
-    both = [(name, 0, rank) for name in sorted(first - there)] + [(name, rank, 0) for name in sorted(there - first)]
-    return f"{both[0][0]} is trained on rank {both[0][1]} and not on rank {both[0][2]}" if both else ""
+    apart = [(list(only), *ranks) for only, ranks in ((first - there, (0, rank)), (there - first, (rank, 0))) if only]
+    said = [f"{first_names(names)} {'is' if len(names) == 1 else 'are'} trained on rank {one} and not on rank {other}"
+            for names, one, other in apart]
+    return "; ".join(said) + _TRAIN_ALIKE if said else ""
 
 
 def _modes(posts: Sequence[Any]) -> str:
