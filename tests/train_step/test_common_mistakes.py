@@ -131,11 +131,15 @@ def test_amp_that_is_left_in(opt_level):
         apexfx.train_step(model, F.cross_entropy, optimizer)
 
 
-@pytest.mark.parametrize("name, said", [("loss", "did you mean 'loss_fn'"), ("criterion", "the loss function is loss_fn="),
-                                        ("lossfn", "did you mean 'loss_fn'"), ("objectiv", "did you mean 'objective'")])
-def test_a_loss_by_another_name(name, said):
+@pytest.mark.parametrize("name, said", [
+    ("loss", "did you mean 'loss_fn'"), ("criterion", "the loss function is loss_fn="), ("lossfn", "did you mean 'loss_fn'"),
+    ("objectiv", "did you mean 'objective'"), ("num_losses", "a step has one loss_scale="), ("max_loss_scale", "2..24"),
+    ("gradient_accumulation_steps", "accumulate= of train_step"), ("mode", "list_mode_options"),
+    ("static_graph", "which graphs do without"),
+])  # fmt: skip
+def test_an_option_by_another_name(name, said):
     model = build()
-    with pytest.raises(ValueError, match=f"unknown option '{name}'.*{said}"):
+    with pytest.raises(ValueError, match=f"unknown option '{name}'[:;] .*{said}.* Known options: "):
         apexfx.train_step(model, optimizer=torch.optim.SGD(model.parameters()), **{name: F.cross_entropy})
 
 
