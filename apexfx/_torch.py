@@ -449,7 +449,8 @@ def free_unbacked_symbols(value: object) -> Any:
 
 def innermost_backend(backend: object | None) -> object | None:
     """Return what the user gave `torch.compile` for a backend, of what Dynamo makes of it; None for None."""
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)  # or in torch's DistributedDataParallel, a DDPOptimizer's
+           or getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)) is not None:
         backend = inner
     return backend
 
