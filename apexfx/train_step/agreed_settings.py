@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..compiler.model_setup import set_up
 from ..compiler.process_groups import Groups
+from ..compiler.rewritten_graph import numeric_options
 from ..distributed.agreement import Agreement
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
@@ -35,7 +36,8 @@ def settings_of_rank(optimizers: OptimizerList, options: StepOptions) -> list[An
                {"parameters": len(group["params"]),
                 **{name: _number(value) for name, value in group.items() if name != "params"}}]
               for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]
-    return [*own, ["optimizer", optimizers.name], ["clipping", optimizers.clipping(options.max_grad_norm)], *groups]
+    return [["options", numeric_options(options.config)], *own,
+            ["optimizer", optimizers.name], ["clipping", optimizers.clipping(options.max_grad_norm)], *groups]
 
 
 def _number(option: Any) -> str:

@@ -246,10 +246,13 @@ def test_ranks_with_other_models_or_graphs_are_told(rank, world_size):
         model = nn.Linear(3 + rank, 2)
         apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, inner="eager",
-                             opt_level=("O1", "O2")[rank])
-    with pytest.raises(apexfx.RankMismatchError, match="graph 0 of the step"):
-        step(torch.ones(4, 3), torch.ones(4, 2))
+    for own, said in (({"opt_level": ("O1", "O2")[rank]}, "opt_level: rank 0 has O1, rank 1 has O2"),
+                      ({"sync_bn": rank == 0}, "sync_bn: rank 0 has True, rank 1 has False")):
+        with pytest.raises(apexfx.RankMismatchError, match=f"options of the training step and its optimizer.\n  {said}\nEvery"):
+            apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, **own)
+        transformed = apexfx.transform(copy.deepcopy(model), ddp=True, inner="eager", **own)
+        with pytest.raises(apexfx.RankMismatchError, match=f"collectives of graph 0.\n  {said}\nEvery"):
+            transformed(torch.ones(4, 3)).sum().backward()
 
 
 @pytest.mark.long
