@@ -246,15 +246,16 @@ def _gradients(losses: Sequence[Tensor | Mean], params: dict[str, Tensor]) -> di
 
 
 def _compared(ranks: int, accumulate: int, whole: dict[str, Tensor], split: dict[str, Tensor]) -> Split:
-    errors = {name: _relative(split.get(name, torch.zeros_like(g)) - g, g) for name, g in whole.items()}
     a, b = (torch.cat([grads.get(name, torch.zeros_like(g)).flatten() for name, g in whole.items()]) for grads in (whole, split))
+    least = float(a.norm()) * _TOLERANCE  # a bias in front of a batch norm has a gradient of roundings
+    errors = {name: _relative(split.get(name, torch.zeros_like(g)) - g, g, least) for name, g in whole.items()}
     ratio = float(a @ b / (a @ a))
     is_parallel = _relative(b - ratio * a, b) < _TOLERANCE
     return Split(ranks, accumulate, _relative(b - a, a), ratio if is_parallel else None, max(errors, key=errors.__getitem__))
 
 
-def _relative(difference: Tensor, reference: Tensor) -> float:
-    return float(difference.norm() / reference.norm().clamp_min(1e-300))
+def _relative(difference: Tensor, reference: Tensor, least: float = 1e-300) -> float:
+    return float(difference.norm() / reference.norm().clamp_min(max(least, 1e-300)))
 
 
 class _Ops(TorchDispatchMode):

@@ -194,6 +194,14 @@ def test_synchronized_batch_norms_join_ranks_and_not_calls(name):
     assert [row.is_right for row in splits.rows] == [True, False] * 3
 
 
+def test_a_parameter_without_effect_is_not_the_worst():
+    """A bias in front of a batch norm has a gradient of roundings."""
+    build = lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, WORDS))  # noqa: E731
+    x = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    splits = apexfx.check_splits(make(build, supervised, {})[1], x, images()[1], accumulate=(1, 2))
+    assert {row.worst for row in splits.rows if not row.is_right} <= {"0.weight", "1.bias"}
+
+
 TEACHER = classifier()
 REFUSED = {
     "a batch that does not split": (supervised, images(), 4, "8 examples, expected a multiple of 16"),
