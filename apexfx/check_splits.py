@@ -17,7 +17,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ._torch import TorchDispatchMode, tree_leaves, tree_map
+from ._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
 from .compiler.forward_errors import frames_of_user, place
 from .train_step import TrainStep
 from .train_step.mean import Mean
@@ -137,6 +137,10 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
     buffers = [(each, name, buffer) for module in modules.values() for each in _prepared(module)
                for name, buffer in each.named_buffers(recurse=False)]
 
+    norms = [each for module in modules.values() for each in module.modules() if isinstance(each, BatchNorm)]
+    # In eval mode, without running statistics, one takes those of its rank alone.
+    joins = step.config.sync_bn and all(each.training or each.running_mean is not None for each in norms)
+
     def part_of(parts: int, place: int) -> Any:
         return tree_map(lambda x: _part(x, size, parts, place), (batch, named))
 
@@ -149,7 +153,7 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
 
     def within(call: Any) -> Callable[[Any], Tensor | Mean]:
         """Return the loss of one rank's part of a call."""
-        if not step.config.sync_bn:
+        if not joins:
             return loss
         loss(call, joined := _SyncedBatchNorms())
         return lambda part: loss(part, _SyncedBatchNorms(joined.statistics))
@@ -162,10 +166,9 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
         _check_repeats(*(loss(part_of(1, 0)) for _ in range(2)))
         whole = _gradients(losses(1, 1), params)
         rows = tuple(_compared(r, a, whole, _gradients(losses(r, a), params)) for r in ranks for a in accumulate)
-        halves = part_of(2, 0), part_of(1, 0)
-        mixes = "" if all(row.is_right for row in rows) else (
-            _first_mixing(within(halves[1]), *halves) or _first_mixing(loss, *halves))
-    return Splits(rows, mixes)
+        looked_at = () if all(row.is_right for row in rows) else (within(part_of(1, 0)), loss)
+        mixes = (_first_mixing(of_part, part_of(2, 0), part_of(1, 0)) for of_part in looked_at)
+        return Splits(rows, next(filter(None, mixes), ""))
 
 
 class _SyncedBatchNorms(TorchFunctionMode):

@@ -194,6 +194,12 @@ def test_synchronized_batch_norms_join_ranks_and_not_calls(name):
     assert [row.is_right for row in splits.rows] == [True, False] * 3
 
 
+def test_a_batch_norm_in_eval_mode_that_keeps_no_statistics_joins_no_ranks():
+    build = lambda: classifier(nn.BatchNorm1d(8, track_running_stats=False).eval())  # noqa: E731
+    splits = apexfx.check_splits(make(build, supervised, {"sync_bn": True})[1], *images(), ranks=(1, 2), accumulate=(1,))
+    assert [row.is_right for row in splits.rows] == [True, False]
+
+
 def test_a_parameter_without_effect_is_not_the_worst():
     """A bias in front of a batch norm has a gradient of roundings."""
     build = lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, WORDS))  # noqa: E731
