@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..compiler.model_setup import set_up
 from ..compiler.process_groups import Groups
-from ..compiler.rewritten_graph import numeric_options
 from ..distributed.agreement import Agreement
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
@@ -30,6 +29,8 @@ def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizer
 
 def settings_of_rank(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
     """Return, as JSON-able rows, what replicas have to do alike with equal gradients."""
+    from ..compiler.rewritten_graph import numeric_options  # which imports torch's compilers
+
     own = [[name, _numbers(value)] for name, value in vars(options).items() if name not in ("config", "parts")]
     own += [["part", part.key] for part in options.parts]
     groups = [[f"group {place} of {type(optimizer).__name__}",
