@@ -447,9 +447,15 @@ def free_unbacked_symbols(value: object) -> Any:
     return free(value)
 
 
+def fakes_are_run() -> bool:
+    """Return whether tensors are fake: torch's DDPOptimizer runs each compiled part of a graph so, to compile the next."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def innermost_backend(backend: object | None) -> object | None:
     """Return what the user gave `torch.compile` for a backend, of what Dynamo makes of it; None for None."""
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)  # or in torch's DistributedDataParallel, a DDPOptimizer's
+           or getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)) is not None:
         backend = inner
     return backend
 

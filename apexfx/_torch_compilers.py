@@ -430,8 +430,21 @@ def stack_of_kept(error: Exception) -> str:
 
 def _captured(error: Exception) -> Sequence[torch.fx.Node]:
     """Return what Dynamo had captured when it raised an error."""
+    graph = _output_graph(error)
+    return graph.graph.nodes if graph is not None else ()
+
+
+def with_numbers(said: str, error: BaseException) -> str:
+    """Return what an error of Dynamo's says with the numbers of its call in the place of the names of sizes, as "s45"."""
+    graph = _output_graph(error)
+    sizes = getattr(graph.shape_env, "backed_var_to_val", {}) if graph is not None else {}  # a torch without it: names
+    numbers = {str(name): str(size) for name, size in sizes.items()}
+    return re.sub(r"\bs\d+\b", lambda name: numbers.get(name[0], name[0]), said)
+
+
+def _output_graph(error: BaseException) -> Any:
     tracer = getattr(error, "_torch_dynamo_tracer_output", None)
-    return tracer.output_graph_for_cleanup.graph.nodes if tracer is not None else ()
+    return tracer.output_graph_for_cleanup if tracer is not None else None
 
 
 def _select_numbers(tensor: TensorVariable, tx: Any, key: Any) -> tuple[TensorVariable, Any]:

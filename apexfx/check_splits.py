@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
 from .compiler.forward_errors import frames_of_user, place
@@ -86,8 +88,9 @@ class Splits:
             return ("The direction is right and the length is not: the loss divides by what is not its own count, or not at all, "
                     "and the step averages over calls and ranks. Return apexfx.Mean(total, count).")
         if self.mixes:
-            return (f"{self.mixes}\ncomputes with several examples at once, so a split batch is another function: give "
-                    "sync_bn=True for batch norms over ranks, or gather over the ranks in the loss.")
+            return (f"{self.mixes}\ncomputes with several examples at once, so a split batch is another function. Over ranks, "
+                    "sync_bn=True joins batch norms, and the loss can gather; over calls nothing does: a batch norm takes the "
+                    "statistics of one call.")
         return ("No op mixes examples, so the parts have other denominators: a mean of means weighs an example of a small part "
                 "more. Return apexfx.Mean(total, count).")
 
@@ -131,34 +134,78 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
     modules = {"": model, **({"loss.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
     params = {prefix + name: p for prefix, module in modules.items() for name, p in module.named_parameters()
               if id(p) in trained and p.requires_grad}
-    buffers = [(each, name, buffer) for module in modules.values() for each in _prepared(module, sync_bn=step.config.sync_bn)
+    buffers = [(each, name, buffer) for module in modules.values() for each in _prepared(module)
                for name, buffer in each.named_buffers(recurse=False)]
+
+    norms = [each for module in modules.values() for each in module.modules() if isinstance(each, BatchNorm)]
+    # In eval mode, without running statistics, one takes those of its rank alone.
+    joins = step.config.sync_bn and all(each.training or each.running_mean is not None for each in norms)
 
     def part_of(parts: int, place: int) -> Any:
         return tree_map(lambda x: _part(x, size, parts, place), (batch, named))
 
-    def loss(part: Any) -> Tensor | Mean:
+    def loss(part: Any, batch_norms: _SyncedBatchNorms | None = None) -> Tensor | Mean:
         for module, name, buffer in buffers:  # the same values for each part
             setattr(module, name, buffer.clone())
-        returned = objective(model, *part[0], **part[1])
+        with batch_norms or contextlib.nullcontext():
+            returned = objective(model, *part[0], **part[1])
         return returned[0] if isinstance(returned, tuple) else returned
+
+    def within(call: Any) -> Callable[[Any], Tensor | Mean]:
+        """Return the loss of one rank's part of a call."""
+        if not joins:
+            return loss
+        loss(call, joined := _SyncedBatchNorms())
+        return lambda part: loss(part, _SyncedBatchNorms(joined.statistics))
+
+    def losses(ranks: int, calls: int) -> list[Tensor | Mean]:
+        return [of_rank(part_of(ranks * calls, call * ranks + rank))
+                for call in range(calls) for of_rank in [within(part_of(calls, call))] for rank in range(ranks)]
 
     with torch.random.fork_rng(), torch.enable_grad(), _explained():
         _check_repeats(*(loss(part_of(1, 0)) for _ in range(2)))
-        grads = {parts: _gradients([loss(part_of(parts, place)) for place in range(parts)], params)
-                 for parts in {1, *(r * a for r in ranks for a in accumulate)}}
-        rows = tuple(_compared(r, a, grads[1], grads[r * a]) for r in ranks for a in accumulate)
-        mixes = "" if all(row.is_right for row in rows) else _first_mixing(loss, part_of(2, 0), part_of(1, 0))
-    return Splits(rows, mixes)
+        whole = _gradients(losses(1, 1), params)
+        rows = tuple(_compared(r, a, whole, _gradients(losses(r, a), params)) for r in ranks for a in accumulate)
+        looked_at = () if all(row.is_right for row in rows) else (within(part_of(1, 0)), loss)
+        mixes = (_first_mixing(of_part, part_of(2, 0), part_of(1, 0)) for of_part in looked_at)
+        return Splits(rows, next(filter(None, mixes), ""))
 
 
-def _prepared(module: nn.Module, *, sync_bn: bool) -> list[nn.Module]:
+class _SyncedBatchNorms(TorchFunctionMode):
+    """Computes batch norms in training as a step under sync_bn=True does on one rank: with the statistics of the whole call.
+
+    Args:
+        given: the variance and mean of each, in order; None: those of the input, which is the whole call.
+
+    Attributes:
+        statistics: what was used.
+    """
+
+    def __init__(self, given: Sequence[tuple[Tensor, Tensor]] | None = None) -> None:
+        super().__init__()
+        self.statistics: list[tuple[Tensor, Tensor]] = []
+        self._given = given
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+    def _batch_norm(self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+                    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        var, mean = (torch.var_mean(input, dims, correction=0, keepdim=True) if self._given is None
+                     else self._given[len(self.statistics)])
+        self.statistics.append((var, mean))
+        scale, shift = (default if p is None else p.view_as(mean) for p, default in ((weight, 1.0), (bias, 0.0)))
+        return (input - mean) * (var + eps).rsqrt() * scale + shift
+
+
+def _prepared(module: nn.Module) -> list[nn.Module]:
     """Return a module and those in it, in float64, and as no part of a batch differs by itself."""
     for each in (modules := list(module.double().modules())):
         if isinstance(each, _DROPOUTS):
             each.p = 0.0
-        if isinstance(each, BatchNorm) and sync_bn:
-            each.eval()  # over the ranks, what is normalized is one batch
         for name in [name for name, x in vars(each).items() if "dropout" in name and isinstance(x, float)]:
             setattr(each, name, 0.0)  # of attention, between the layers of an LSTM
     return modules
@@ -202,15 +249,16 @@ def _gradients(losses: Sequence[Tensor | Mean], params: dict[str, Tensor]) -> di
 
 
 def _compared(ranks: int, accumulate: int, whole: dict[str, Tensor], split: dict[str, Tensor]) -> Split:
-    errors = {name: _relative(split.get(name, torch.zeros_like(g)) - g, g) for name, g in whole.items()}
     a, b = (torch.cat([grads.get(name, torch.zeros_like(g)).flatten() for name, g in whole.items()]) for grads in (whole, split))
+    least = float(a.norm()) * _TOLERANCE  # a bias in front of a batch norm has a gradient of roundings
+    errors = {name: _relative(split.get(name, torch.zeros_like(g)) - g, g, least) for name, g in whole.items()}
     ratio = float(a @ b / (a @ a))
     is_parallel = _relative(b - ratio * a, b) < _TOLERANCE
     return Split(ranks, accumulate, _relative(b - a, a), ratio if is_parallel else None, max(errors, key=errors.__getitem__))
 
 
-def _relative(difference: Tensor, reference: Tensor) -> float:
-    return float(difference.norm() / reference.norm().clamp_min(1e-300))
+def _relative(difference: Tensor, reference: Tensor, least: float = 1e-300) -> float:
+    return float(difference.norm() / reference.norm().clamp_min(max(least, 1e-300)))
 
 
 class _Ops(TorchDispatchMode):

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def num_ranks_to_come() -> int:
     return int(count) if count.isdigit() and not has_group() else 1
 
 
-def _unknown(key: Any, cls: type[Any], elsewhere: Mapping[str, str] = MappingProxyType({}), also: Iterable[str] = ()) -> str:
+def _unknown(key: Any, cls: type[Any], elsewhere: Mapping[str, str], also: Iterable[str] = ()) -> str:
     """Say what is wrong with `key` as an option of the dataclass `cls`; "" where nothing is."""
     known = [*also, *(f.name for f in dataclasses.fields(cls))]
     if key in known:
@@ -78,12 +78,6 @@ def _unknown(key: Any, cls: type[Any], elsewhere: Mapping[str, str] = MappingPro
     return f"unknown option {key!r}{hint} Known options: {', '.join(known)}"
 
 
-_OF_WRAPPER = ": an argument of DistributedDataParallel, which graphs do without; leave it out."
-_OF_WRAPPERS = dict.fromkeys(("num_allreduce_streams", "allreduce_communicators", "retain_allreduce_buffers", "prof",
-                              "gradient_average_split_factor", "find_unused_parameters", "static_graph", "broadcast_buffers",
-                              "gradient_as_bucket_view", "device_ids", "output_device", "shared_param"), _OF_WRAPPER)
-
-
 def _names_unknown(cls: type[Any]) -> type[Any]:
     """Have a dataclass say which of its options is meant by another name."""
     init = cls.__init__
@@ -91,7 +85,7 @@ def _names_unknown(cls: type[Any]) -> type[Any]:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
         for key in options:
-            if said := _unknown(key, cls, _OF_WRAPPERS):
+            if said := _unknown(key, cls, _ELSEWHERE):
                 raise TypeError(f"apexfx: {cls.__name__}() was given the {said}")
         init(self, *args, **options)
 
@@ -176,14 +170,36 @@ class BucketConfig:
         return row
 
 
+# Options of Apex, torch, and other trainers, and how the same is said here.
+_ELSEWHERE = {name: said for names, said in {
+    ("num_allreduce_streams", "allreduce_communicators", "retain_allreduce_buffers", "prof", "gradient_average_split_factor",
+     "find_unused_parameters", "static_graph", "broadcast_buffers", "gradient_as_bucket_view", "device_ids", "output_device",
+     "shared_param"): ": an argument of DistributedDataParallel, which graphs do without; leave it out.",
+    tuple(f.name for f in dataclasses.fields(BucketConfig)): ": an option of apexfx.BucketConfig; give ddp=BucketConfig(...).",
+    ("amp", "autocast", "mixed_precision", "fp16", "bf16", "cast_model_type", "patch_torch_functions"):
+        ": opt_level='O1' casts per op, 'O2' and 'O3' cast the model, and 'O0' casts nothing; dtype= names the half type.",
+    ("criterion", "losses"): ": the loss function is loss_fn= of train_step().",
+    ("master_weights",): ": at O1 and O2 the module keeps its float32 parameters, which are the master weights.",
+    ("cast_model_outputs",): ": cast what the model returns.",
+    ("clip_grad_norm", "grad_clip", "gradient_clip_val"):
+        ": max_grad_norm= of train_step() clips; a loop calls torch.nn.utils.clip_grad_norm_().",
+    ("gradient_accumulation_steps", "accumulate_grad_batches", "no_sync"):
+        ": accumulate= of train_step() counts the calls of an update; a loop has no_sync() of the transformed model.",
+    ("channels_last", "memory_format"): ": convert model and batches by .to(memory_format=torch.channels_last); graphs keep it.",
+    ("mode",): ": give what it stands for as inner_options=; torch._inductor.list_mode_options(mode) has it.",
+    ("cuda_graph", "cuda_graphs", "cudagraphs"): ": give inner='cudagraphs'.",
+}.items() for name in names}
 _LOSS_SCALING = ": the graphs hold no loss scaling; use torch.amp.GradScaler, or apexfx.amp.initialize(..., compile=True)."
-_LEVEL = ": opt_level='O1' casts per op, 'O2' and 'O3' cast the model, and 'O0' casts nothing; dtype= names the half type."
-# Options of Apex and autocast, and how the same is said here.
-_ELSEWHERE = {
+_OF_TRANSFORM = {
+    **_ELSEWHERE,
+    **dict.fromkeys(("loss_fn", "optimizer", "objective", "max_grad_norm", "accumulate", "keep_grads", "memory_budget",
+                     "fallback", "safeguard", "shard", "ema", "parts", "modules"), ": an option of train_step()."),
     **dict.fromkeys(("loss_scale", "min_loss_scale", "max_loss_scale", "num_losses"), _LOSS_SCALING),
-    **dict.fromkeys(("amp", "autocast", "mixed_precision", "fp16", "bf16", "cast_model_type", "patch_torch_functions"), _LEVEL),
-    "criterion": ": the loss function is loss_fn= of train_step().",
-    "master_weights": ": at O1 and O2 the module keeps its float32 parameters, which are the master weights.",
+}
+_OF_STEP = {
+    **_ELSEWHERE,
+    **dict.fromkeys(("min_loss_scale", "max_loss_scale"), ": loss_scale='dynamic' moves from 2**-24 to 2**24; a number stays."),
+    "num_losses": ": a step has one loss_scale=; its objective= adds the losses.",
 }
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
 
@@ -279,14 +295,14 @@ class TransformConfig:
         """Build the config from the keys of `transform()` or `torch.compile(options=...)`.
 
         Args:
-            also: what the caller takes besides, for the error.
+            also: what the caller, a training step, takes besides, for the error.
 
         Raises:
             ValueError: for an unknown key, with the nearest known one.
         """
         options = dict(options or {})
         for key in options:
-            if message := _unknown(key, cls, _ELSEWHERE, also):
+            if message := _unknown(key, cls, _OF_STEP if also else _OF_TRANSFORM, also):
                 raise ValueError(f"apexfx: {message}")
         return cls(**options)
 

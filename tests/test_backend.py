@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import apexfx
@@ -23,6 +24,20 @@ OPTIONS = {"opt_level": "O0", "inner": "eager"}
 def test_graphs_of_one_model_share_a_report_without_options():
     torch.compile(TwoGraphs(), backend="apex")(torch.randn(2, 4))
     assert len(apexfx.last_report().graphs) == 2
+
+
+def test_graphs_of_a_model_in_the_wrapper_of_torch_share_a_report():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compiled = torch.compile(nn.Linear(4, 2), backend="apex", options={"opt_level": "O0", "inner": "eager"})
+        model, x = nn.parallel.DistributedDataParallel(compiled), torch.randn(3, 4)
+        model(x).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        assert [graph.identity.partition(",")[0] for graph in apexfx.last_report().graphs] == ["train", "eval"]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_nothing_outlives_the_compiled_model():

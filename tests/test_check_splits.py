@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -115,8 +116,10 @@ FAULTS = {
     "contrastive": (classifier, contrast, images(), {}, r"aten.mm.default at .*test_check_splits.py:\d+, in contrast: .*h @ h.T"),
     "normalized advantages": (classifier, normalized_advantages, images(), {}, "in normalized_advantages: advantages = "),
     "a mean of the batch": (classifier, hinge_to_the_batch_mean, images(), {}, "in hinge_to_the_batch_mean"),
-    "a batch norm that is a function": (classifier, lambda m, x, y: supervised(m, F.batch_norm(x, None, None, training=True), y),
-                                        images(), {"sync_bn": True}, "batch_norm"),
+    "synchronized batch norm over calls": (lambda: classifier(nn.BatchNorm1d(8)), supervised, images(), {"sync_bn": True},
+                                           "batch_norm.* in supervised(?s:.*)statistics of one call"),
+    "contrastive, beside synchronized batch norm": (lambda: classifier(nn.BatchNorm1d(8)), contrast, images(), {"sync_bn": True},
+                                                    "in contrast: .*h @ h.T"),
 }
 CLEAN = {
     "a mean by counts": (language, mean, words(), {}),
@@ -125,7 +128,6 @@ CLEAN = {
     "examples": (classifier, supervised, images(), {}),
     "layer norm": (lambda: classifier(nn.LayerNorm(8)), supervised, images(), {}),
     "dropout": (lambda: classifier(Drops()), supervised, images(), {}),
-    "synchronized batch norm": (lambda: classifier(nn.BatchNorm1d(8)), supervised, images(), {"sync_bn": True}),
     "frozen batch norm": (lambda: classifier(nn.BatchNorm1d(8).eval()), supervised, images(), {}),
     "a penalty of parameters": (classifier, lambda m, x, y: supervised(m, x, y) + m[0].weight.square().sum(), images(), {}),
     "dropout of attention": (lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True),
@@ -162,6 +164,48 @@ def test_clean_recipes_are_silent(name):
     splits = apexfx.check_splits(make(build, objective, options)[1], *batch, ranks=(1, 2, 4), accumulate=(1, 2))
     assert splits.is_right, str(splits)
     assert len(splits.rows) == 6 and "another" not in str(splits)
+
+
+SYNCED = {
+    "a module": (lambda: classifier(nn.BatchNorm1d(8)), supervised),
+    "a function": (classifier, lambda m, x, y: supervised(m, F.batch_norm(x, None, None, training=True), y)),
+    "one that keeps no statistics": (lambda: classifier(nn.BatchNorm1d(8, affine=False, track_running_stats=False)), supervised),
+}
+
+
+@pytest.mark.parametrize("name", SYNCED)
+def test_synchronized_batch_norms_join_ranks_and_not_calls(name):
+    """Of a split over calls, beside what the step really does."""
+    def updates(model):
+        return torch.cat([(p.detach() - q.detach()).flatten() for p, q in zip(model.parameters(), started.parameters())])
+
+    build, objective = SYNCED[name]
+    options, batch = {"sync_bn": True}, (images()[0].double(), images()[1])
+    model, step = make(lambda: build().double(), objective, options | {"accumulate": 2})
+    started = copy.deepcopy(model)
+    splits = apexfx.check_splits(step, *batch, ranks=(1, 2, 4), accumulate=(1, 2))
+    for part in zip(*(x.chunk(2) for x in batch)):
+        step(*part)
+    at_once, step = make(lambda: build().double(), objective, options)
+    step(*batch)
+    error = float((updates(model) - updates(at_once)).norm() / updates(at_once).norm())
+    assert error > 1e-3
+    assert [row.error for row in splits.rows] == [pytest.approx(e, rel=1e-6, abs=1e-12) for e in (0.0, error) * 3]
+    assert [row.is_right for row in splits.rows] == [True, False] * 3
+
+
+def test_a_batch_norm_in_eval_mode_that_keeps_no_statistics_joins_no_ranks():
+    build = lambda: classifier(nn.BatchNorm1d(8, track_running_stats=False).eval())  # noqa: E731
+    splits = apexfx.check_splits(make(build, supervised, {"sync_bn": True})[1], *images(), ranks=(1, 2), accumulate=(1,))
+    assert [row.is_right for row in splits.rows] == [True, False]
+
+
+def test_a_parameter_without_effect_is_not_the_worst():
+    """A bias in front of a batch norm has a gradient of roundings."""
+    build = lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, WORDS))  # noqa: E731
+    x = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    splits = apexfx.check_splits(make(build, supervised, {})[1], x, images()[1], accumulate=(1, 2))
+    assert {row.worst for row in splits.rows if not row.is_right} <= {"0.weight", "1.bias"}
 
 
 TEACHER = classifier()

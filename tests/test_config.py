@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import pickle
 import re
 
 import pytest
 import torch
 
+import apexfx
 from apexfx.compiler.rewritten_graph import numeric_options
 from apexfx.config import OPT_LEVELS, BucketConfig, TransformConfig
+from apexfx.train_step.options import StepOptions
 
 
 @pytest.mark.parametrize("level", ["01", 1, "o2", None, "O4"])
@@ -28,10 +32,21 @@ def test_unknown_option_names_the_nearest():
 @pytest.mark.parametrize(("key", "hint"), [
     ("fp16", "dtype= names the half type"), ("amp", "opt_level='O1'"), ("keep_batchnorm", "did you mean 'keep_batchnorm_fp32'"),
     ("num_losses", "use torch.amp.GradScaler"), ("master_weights", "are the master weights"),
+    ("max_grad_norm", "an option of train_step()"), ("optimizer", "an option of train_step()"), ("mode", "list_mode_options"),
+    ("find_unused_parameters", "which graphs do without"), ("bucket_cap_mb", "give ddp=BucketConfig"),
+    ("gradient_accumulation_steps", "has no_sync()"), ("channels_last", "memory_format=torch.channels_last"),
+    ("cast_model_outputs", "cast what the model returns"), ("cudagraphs", "inner='cudagraphs'"),
 ])  # fmt: skip
 def test_options_of_apex_are_led_to_ours(key, hint):
     with pytest.raises(ValueError, match=f"unknown option '{key}'[:;] .*{re.escape(hint)}.* Known options: opt_level, "):
         TransformConfig.from_options({key: True})
+
+
+def test_all_options_of_a_step_are_led_to_it():
+    own = {f.name for f in dataclasses.fields(StepOptions)} | {*inspect.signature(apexfx.train_step).parameters}
+    for key in own - {"config", "model", "options"}:
+        with pytest.raises(ValueError, match=f"unknown option '{key}': (an option of train_step|the graphs hold no loss scal)"):
+            TransformConfig.from_options({key: True})
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,13 @@ def as_in_eager(error: BaseException) -> Exception | None:
     Args:
         error: Dynamo's, about an op or a call that it ran on fake tensors.
     """
+    from .._torch_compilers import with_numbers
+
     original, said = raised_by_op(error), str(error)
     if original is error or not isinstance(original, Exception) or type(original).__module__.startswith("torch."):
         return None
+    if (text := with_numbers(str(original), error)) != str(original):
+        original.args = (text,)
     function = _CALLED.search(said)
     raised = type(original)(f"{function[1]}(): {original}") if function is not None else original.with_traceback(None)
     return with_place(raised, said)

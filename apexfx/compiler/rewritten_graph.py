@@ -218,9 +218,9 @@ def _shape(placeholder: Placeholder) -> str:
 
 
 def numeric_options(config: TransformConfig) -> dict[str, Any]:
-    """Return the options that decide the dtypes and bits that a rank computes, as JSON-able values."""
+    """Return the options that decide what a rank computes, as JSON-able values."""
     options = config.describe()
-    names = ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip", "inner_options")
+    names = ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "sync_bn", "passes", "skip", "inner_options")
     return {name: options[name] for name in names}
 
 

@@ -20,6 +20,7 @@ import traceback
 import weakref
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -32,11 +33,15 @@ from torch import Tensor
 
 from .._torch import device_of_group, process_group_timeout
 from ..errors import RankFailureError, RankMismatchError
+from ..graph.printing import first_names
 from ..host_copy import HostCopy
 
 TRAINED = "trains"  # begins an item that says of a parameter, by its name, that its gradient is averaged
 _NUMBERS = "numbers of the optimizer"
 _NOTHING = "nothing"
+_TRAIN_ALIKE = ("\n  Train the same layers on every rank. Where a batch does not use one, run it all the same and add 0 * its "
+                "output.sum() to the loss; or train in eager mode, by apexfx.parallel.DistributedDataParallel(model, "
+                "find_unused_parameters=True).")
 
 
 @dataclass
@@ -201,11 +206,10 @@ def check_alive(group: dist.ProcessGroup | None) -> None:
                                "(destroy_process_group()); make it anew over another group, or leave it out") from None
 
 
-def _narrowed(a: Any, b: Any) -> tuple[Any, Any]:
-    """Return of two mappings only what differs, and anything else as it is."""
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return a, b
-    return tuple({key: x[key] for key in x if x[key] != other.get(key, _NOTHING)} for x, other in ((a, b), (b, a)))
+def _short(item: Any) -> str:
+    """Return an item as text, of a long one the beginning."""
+    text = str(item)
+    return text if len(text) < 300 else f"{text[:300]}..."
 
 
 def _differing_keys(a: Any, b: Any, rank: int) -> str:
@@ -215,16 +219,19 @@ def _differing_keys(a: Any, b: Any, rank: int) -> str:
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return ""
     keys = [key for key in {**a, **b} if a.get(key, _NOTHING) != b.get(key, _NOTHING)]
-    return "; ".join(f"{key}: rank 0 has {a.get(key, _NOTHING)}, rank {rank} has {b.get(key, _NOTHING)}" for key in keys)
+    return "; ".join(f"{key}: rank 0 has {_short(a.get(key, _NOTHING))}, rank {rank} has {_short(b.get(key, _NOTHING))}"
+                     for key in keys)
 
 
 def _trained_on_one(a: Sequence[Any], b: Sequence[Any], rank: int) -> str:
-    """Name a parameter that is averaged on one rank alone: "0.weight is trained on rank 0 and not on rank 1"."""
-    first, there = ({x[1] for x in items if isinstance(x, list) and x[0] == TRAINED} for items in (a, b))
+    """Name what is averaged on one rank alone: "0.weight, 0.bias are trained on rank 0 and not on rank 1", and say what to do."""
+    first, there = (Counter(x[1] for x in items if isinstance(x, list) and x[0] == TRAINED) for items in (a, b))
     if not first or not there:  # of a rank that is in pieces
         return ""
-    both = [(name, 0, rank) for name in sorted(first - there)] + [(name, rank, 0) for name in sorted(there - first)]
-    return f"{both[0][0]} is trained on rank {both[0][1]} and not on rank {both[0][2]}" if both else ""
+    apart = [(list(only), *ranks) for only, ranks in ((first - there, (0, rank)), (there - first, (rank, 0))) if only]
+    said = [f"{first_names(names)} {'is' if len(names) == 1 else 'are'} trained on rank {one} and not on rank {other}"
+            for names, one, other in apart]
+    return "; ".join(said) + _TRAIN_ALIKE if said else ""
 
 
 def _modes(posts: Sequence[Any]) -> str:
@@ -268,11 +275,10 @@ def _different(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
         place = next((i for i, (a, b) in enumerate(zip(reference, items)) if a != b), min(len(reference), len(items)))
         there = [x[place] if place < len(x) else _NOTHING for x in (reference, items)]
         of_numbers = isinstance(there[0], list) and there[0][:1] == [_NUMBERS]
-        if said := _differing_keys(*there, rank) or _trained_on_one(reference, items, rank):
-            lines.append(f"  {said}")
-        first = [x if x is _NOTHING else json.dumps(x) for x in _narrowed(*there)]
-        lines.append(f"  first difference, at position {place}: rank 0 has {first[0]}, rank {rank} has {first[1]}"
-                     + (f" (there: the {what_there})" if what_there != what else ""))
+        said = _differing_keys(*there, rank) or _trained_on_one(reference, items, rank) or (
+            f"first difference, at position {place}: rank 0 has {_short(there[0])}, rank {rank} has {_short(there[1])}"
+            + (f" (there: the {what_there})" if what_there != what else ""))
+        lines.append(f"  {said}")
     if len({row[2] for row in rows}) > 1:
         lines += [*_counts(rows), "One of them may have failed in a step, and gone on to the next."]
     lines.append("A schedule needs what all ranks have alike: an averaged loss." if of_numbers else

@@ -193,11 +193,11 @@ class EagerAveraging(Synchronizer):
     def _check_complete(self, came: set[int]) -> None:
         expected = {name for name, _ in self._active.values()} if self._used is None else set(self._used)
         names = {self._active[key][0] for key in came if key in self._active}
-        for odd, text in ((expected - names, "has none now"), (names - expected, "has one now, and had none before")):
+        for odd, text in ((expected - names, "had one before and none now"), (names - expected, "had none before and one now")):
             if odd:
                 self._ddp = self._used = None
                 raise UnsynchronizedGradientError(
-                    f"apexfx: not every parameter has a gradient in every backward: {sorted(odd)[0]!r} {text}, so the "
+                    f"apexfx: not every parameter has a gradient in every backward: {first_names(sorted(odd))} {text}, so the "
                     "gradients of this backward are not averaged. Pass find_unused_parameters=True, or delay_allreduce=True.")
 
     @torch.no_grad()

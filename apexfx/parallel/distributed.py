@@ -170,8 +170,13 @@ class DistributedDataParallel(nn.Module):
     def _synchronize_state(self) -> None:
         if self.broadcast_buffers is True:
             broadcast_from_first(self.module.buffers(), self.process_group)
+        if self.check_parameters_every:
+            self._check_parameters()
+
+    @torch.compiler.disable  # of each number it would make another graph
+    def _check_parameters(self) -> None:
         self._num_forwards += 1
-        if self.check_parameters_every and self._num_forwards % self.check_parameters_every == 0:
+        if self._num_forwards % self.check_parameters_every == 0:
             check_replicas(self.module, self.process_group)
 
     @property

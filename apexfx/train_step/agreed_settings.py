@@ -29,13 +29,16 @@ def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizer
 
 def settings_of_rank(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
     """Return, as JSON-able rows, what replicas have to do alike with equal gradients."""
+    from ..compiler.rewritten_graph import numeric_options  # which imports torch's compilers
+
     own = [[name, _numbers(value)] for name, value in vars(options).items() if name not in ("config", "parts")]
     own += [["part", part.key] for part in options.parts]
     groups = [[f"group {place} of {type(optimizer).__name__}",
                {"parameters": len(group["params"]),
                 **{name: _number(value) for name, value in group.items() if name != "params"}}]
               for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]
-    return [*own, ["optimizer", optimizers.name], ["clipping", optimizers.clipping(options.max_grad_norm)], *groups]
+    return [["options", numeric_options(options.config)], *own,
+            ["optimizer", optimizers.name], ["clipping", optimizers.clipping(options.max_grad_norm)], *groups]
 
 
 def _number(option: Any) -> str:

@@ -240,7 +240,7 @@ def _raises_itself(said: str) -> bool:
 
 
 def _of_dynamo(error: Exception) -> Exception:
-    from .._torch_compilers import TorchRuntimeError, read_of_data, stack_of_kept
+    from .._torch_compilers import TorchRuntimeError, read_of_data, stack_of_kept, with_numbers
 
     said = str(error)
     if _DUAL_NUMBERS.search(said):
@@ -255,6 +255,7 @@ def _of_dynamo(error: Exception) -> Exception:
         name, text = raised[1], _literal(raised[2])
         if (by_op := _RAISED_BY_OP.search(text)) is not None:
             name, text = by_op[1], _literal(by_op[2])
+        text = with_numbers(text, error)
         kind = getattr(builtins, name, None)
         return with_place(kind(text) if kind in _RAISED_AGAIN else RuntimeError(f"{name}: {text}"), said)
     of_user = getattr(error, "gb_type", "") in _OF_USER or isinstance(error, TorchRuntimeError)

@@ -249,7 +249,7 @@ class StepCompiler:
             return []
         if summed:
             rows += [[TRAINED, p.meta[NAME]] for p, here in zip(_backward(graph.gm).args[1], summed) if here]
-        return [numeric_options(self.config), *rows, *([["gradients of", *applied]] if self.reduce_gradients and applied else [])]
+        return [numeric_options(self.config), *rows, *([TRAINED, name] for name in applied if self.reduce_gradients)]
 
     def _check_budget(self, record: GraphReport) -> None:
         memory = record.stages[-1].memory

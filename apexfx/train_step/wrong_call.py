@@ -53,9 +53,7 @@ class Call:
                 error.add_note("  model or loss writes in place what the backward reads; write it out of place: x = x + 1")
             elif (self._report is None or not name_precision(error, self._report)) and not _is_noted(error) \
                     and not getattr(error, "of_compiler", False):
-                sizes = ", ".join(sorted({*re.findall(r"\bs\d+\b(?!\.py)", str(error))}))
-                named = f"\n  {sizes}: sizes that differ from call to call; this one's are in the line above" if sizes else ""
-                error.add_note(f"  called: {self.call}, which computes {self.computes}{named}\n  expected: {self.expected}")
+                error.add_note(f"  called: {self.call}, which computes {self.computes}\n  expected: {self.expected}")
             narrow = [str(x.dtype) for x in tree_leaves((self.batch, self.named)) if isinstance(x, Tensor) and x.dtype in _NARROW]
             if narrow and re.search(r"(?i)dtype|scalar type", str(error)):
                 error.add_note(f"  class labels and indices are int64 in torch: call .long() on what is {narrow[0]}")

@@ -171,6 +171,52 @@ def a_parameter_without_a_gradient(rank, world_size):
             torch.testing.assert_close(model.module.net[0].weight.grad, reference[0].weight.grad / world_size)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.head = net(), nn.Linear(2, 3)
+
+    def forward(self, x, both):
+        h = self.net(x)
+        return h, self.head(h) if both else None
+
+
+def a_layer_that_one_rank_does_not_use(rank, world_size):
+    x, uses = batch(rank), rank == 0
+
+    def loss(model, x, cured):
+        h, head = model(x, uses or cured)
+        return h.square().sum() + (0 if head is None else head.square().sum() if uses else 0 * head.sum())
+
+    def trained(way, cured):
+        """Return the model after a step of 0.1 * the gradient."""
+        model = TwoHeads()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if way == "step":
+            apexfx.train_step(model, objective=loss, optimizer=optimizer, ddp=True, opt_level="O0", inner="eager")(x, cured)
+            return model
+        wrapped = (apexfx.transform(model, ddp=True, opt_level="O0", inner="eager") if way == "transform" else
+                   DistributedDataParallel(model, find_unused_parameters=True))
+        loss(wrapped, x, cured).backward()
+        optimizer.step()
+        return model
+
+    for way in ("step", "transform"):
+        with refused(r"\.\n  head.weight, head.bias are trained on rank 0 and not on rank 1\n.*add 0 \* its output.sum.* to the "
+                     "loss; or .*DistributedDataParallel.model, find_unused_parameters=True", apexfx.RankMismatchError) as error:
+            trained(way, False)
+        assert len(str(error.value)) < 500
+    torch.manual_seed(0)
+    reference = TwoHeads()
+    loss(reference, x, True).backward()
+    for way, cured in (("step", True), ("transform", True), ("DistributedDataParallel", False)):
+        torch.manual_seed(0)
+        model = trained(way, cured)
+        for p, own in zip(reference.parameters(), model.parameters(), strict=True):
+            dist.all_reduce(gradient := p.grad.clone())
+            torch.testing.assert_close(own, p - 0.1 * gradient / world_size, rtol=1e-5, atol=1e-6)
+
+
 def whole(p):
     return p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach().clone()
 
@@ -284,8 +330,8 @@ def a_short_last_group(rank, world_size):
 
 CASES = (a_forward_inside_of_no_sync_and_one_outside, sums_and_local_gradients, autograd_grad_behind_no_sync,
          a_weight_that_the_loss_uses, a_hook_that_uses_the_gradient, the_module_that_was_transformed, two_backwards_of_a_wrapper,
-         a_parameter_without_a_gradient, a_divisor_of_fully_shard, a_complex_parameter, a_mean_whose_backward_communicates,
-         a_short_last_group)
+         a_parameter_without_a_gradient, a_layer_that_one_rank_does_not_use, a_divisor_of_fully_shard, a_complex_parameter,
+         a_mean_whose_backward_communicates, a_short_last_group)
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 
 from apexfx import RankMismatchError, UnsynchronizedGradientError
 from apexfx.errors import ReplicaMismatchError
@@ -164,7 +165,7 @@ def _unused(rank):
     for _ in range(2):
         model.zero_grad()
         model(data(rank)).sum().backward()
-    with pytest.raises(UnsynchronizedGradientError, match="'c.bias' has none now.*find_unused"):
+    with pytest.raises(UnsynchronizedGradientError, match="c.bias, c.weight had one before and none now.*find_unused"):
         model(data(rank), False).sum().backward()
 
 
@@ -202,7 +203,7 @@ def _failed(rank):
 
 
 def _ranks_apart(rank):
-    with pytest.raises(RankMismatchError, match=r'rank 0 has \["a.weight", \[4, 5\]'):
+    with pytest.raises(RankMismatchError, match=r"rank 0 has \['a.weight', \[4, 5\]"):
         DistributedDataParallel(nn.Linear(5, 4) if rank else Net())
     with pytest.raises(RankMismatchError, match="options of DistributedDataParallel"):
         DistributedDataParallel(Net(), message_size=10 + rank)
@@ -229,8 +230,28 @@ def _penalty_alone(rank):
             assert_close(p.grad, q.grad / dist.get_world_size())
 
 
+def _compiled(rank):
+    """torch.compile() around the wrapper compiles nothing anew for each number of forwards."""
+    for every in (0, 2):
+        torch.compiler.reset()
+        model, twin, x = wrapped(rank, check_parameters_every=every)
+        compiled = torch.compile(model, backend="apex", options={"opt_level": "O0", "inner": "eager"})
+        compiles = []
+        for _ in range(4):
+            model.zero_grad()
+            compiled(x).square().sum().backward()
+            check_mean(model, twin, x)
+            compiles.append(counters["frames"]["ok"])
+        assert compiles[1] > 0 and compiles[1:] == [compiles[1]] * 3, compiles
+    with torch.no_grad():
+        model.module.b.weight[0, 0] += rank
+    with pytest.raises(ReplicaMismatchError, match="replicas are no longer equal"):
+        for _ in range(2):
+            compiled(x)
+
+
 CASES = (_no_sync, _only_in_no_sync, _frozen_since, _static_graph, _several_backwards, _sums, _adversaries, _unused,
-         _changed_parameters, _failed, _ranks_apart, _penalty_alone)
+         _changed_parameters, _failed, _ranks_apart, _penalty_alone, _compiled)
 
 
 def every_backward(rank, world_size):

@@ -145,7 +145,7 @@ def test_different_models(rank, world_size):
     with pytest.raises(apexfx.RankMismatchError) as error:
         apexfx.transform(source, ddp=SMALL)
     message = str(error.value)
-    assert 'rank 0 has ["first.weight", [16, 8]' in message and f'rank {world_size - 1} has ["first.weight"' in message
+    assert "rank 0 has ['first.weight', [16, 8]" in message and f"rank {world_size - 1} has ['first.weight'" in message
     assert all(torch.equal(p, before[name]) for name, p in source.named_parameters()) and type(source) is Net
 
 
@@ -154,7 +154,7 @@ def test_different_models(rank, world_size):
 def test_different_buckets(rank, world_size):
     config = apexfx.BucketConfig(message_size=200 + rank, timeout_s=20)
     model = apexfx.transform(Net(), opt_level="O0", ddp=config, inner="eager")
-    with pytest.raises(apexfx.RankMismatchError, match='"message_size": 200.*"message_size": 201'):
+    with pytest.raises(apexfx.RankMismatchError, match="  message_size: rank 0 has 200, rank 1 has 201\nEvery"):
         model(batches(rank, 1)[0]).sum().backward()
 
 

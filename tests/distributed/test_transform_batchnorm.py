@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
+from apexfx.parallel import convert_syncbn_model
 from apexfx.testing import assert_close
 from tests.distributed.launch import on_ranks
 
@@ -260,3 +261,24 @@ def test_ranks_that_recompile_at_other_steps(rank, world_size):
         whole = torch.randn(2 + rows, 3, 4, 4)
         mine = slice(2) if rank == 0 else slice(2, 2 + rows)
         assert_close(model(whole[mine]), reference(whole)[mine], scale=8)
+
+
+@on_ranks(2)
+def test_several_buckets_of_the_wrapper_of_torch(rank, world_size):
+    """Its DDPOptimizer cuts the graph, and runs each part on fake tensors to compile the next."""
+    for sync_bn in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        source = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU())))
+        reference = copy.deepcopy(source)
+        models = (torch.compile(source, backend="apex", options={"opt_level": "O0", "inner": "eager", "sync_bn": sync_bn}),
+                  convert_syncbn_model(reference) if sync_bn else reference)
+        wrapped = [nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1.5) for model in models]
+        for _ in range(2):
+            x = torch.randn(6 + rank, 512) + rank
+            for model in wrapped:
+                model.zero_grad()
+                model(x).square().mean().backward()
+        assert len(apexfx.last_report().graphs) > 1
+        torch.testing.assert_close([p.grad for p in source.parameters()], [p.grad for p in reference.parameters()])
+        torch.testing.assert_close(source.state_dict(), reference.state_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -131,11 +132,15 @@ def test_amp_that_is_left_in(opt_level):
         apexfx.train_step(model, F.cross_entropy, optimizer)
 
 
-@pytest.mark.parametrize("name, said", [("loss", "did you mean 'loss_fn'"), ("criterion", "the loss function is loss_fn="),
-                                        ("lossfn", "did you mean 'loss_fn'"), ("objectiv", "did you mean 'objective'")])
-def test_a_loss_by_another_name(name, said):
+@pytest.mark.parametrize("name, said", [
+    ("loss", "did you mean 'loss_fn'"), ("criterion", "the loss function is loss_fn="), ("lossfn", "did you mean 'loss_fn'"),
+    ("objectiv", "did you mean 'objective'"), ("num_losses", "a step has one loss_scale="), ("max_loss_scale", "2..24"),
+    ("gradient_accumulation_steps", "accumulate= of train_step"), ("mode", "list_mode_options"),
+    ("static_graph", "which graphs do without"),
+])  # fmt: skip
+def test_an_option_by_another_name(name, said):
     model = build()
-    with pytest.raises(ValueError, match=f"unknown option '{name}'.*{said}"):
+    with pytest.raises(ValueError, match=f"unknown option '{name}'[:;] .*{said}.* Known options: "):
         apexfx.train_step(model, optimizer=torch.optim.SGD(model.parameters()), **{name: F.cross_entropy})
 
 
@@ -185,5 +190,5 @@ def test_sizes_that_change_have_no_names(call):
     step(X[:5], Y[:5])
     with pytest.raises((RuntimeError, ValueError)) as raised:
         call(step)
-    called, sizes, _ = raised.value.__notes__[-1].splitlines()
-    assert "called: step(float32[" in called and sizes.endswith("differ from call to call; this one's are in the line above")
+    assert "called: step(float32[" in raised.value.__notes__[-1]
+    assert not re.search(r"\bs\d", str(raised.value)) and re.search(r"\b7\b", str(raised.value))

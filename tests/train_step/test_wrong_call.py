@@ -312,12 +312,17 @@ def test_a_position_behind_the_last_of_a_table_is_told_as_an_index():
         step(X, Y)
 
 
-def test_a_file_is_no_size():
-    program = {}
-    exec(compile("def prints(model, x, y):\n    print(x)", "s2.py", "exec"), program)
-    with pytest.raises(RuntimeError, match="at s2.py:2") as raised:
-        make(loss_fn=None, objective=program["prints"])(X, Y)
-    assert "sizes" not in raised.value.__notes__[-1]
+def test_sizes_that_differ_from_call_to_call_are_numbers_in_an_error():
+    """Of an op, of torch's Python, and of a transformed model."""
+    step, model = make(), apexfx.transform(Net(), opt_level="O0", inner="eager")
+    for rows in (6, 5):
+        step(X[:rows], Y[:rows])
+        model(X[:rows])
+    wide = r"\[4, 7\] X \[8, 16\]"
+    for call, said in ((lambda: step(X[:4, :7], Y[:4]), wide), (lambda: model(X[:4, :7]), wide),
+                       (lambda: step(X[:4], Y[:3]), r"input batch_size \(4\) to match target batch_size \(3\)")):
+        with pytest.raises((RuntimeError, ValueError), match=said):
+            call()
 
 
 # ---- what a failed call has changed ------------------------------------------------------------------------------------------
