@@ -224,6 +224,9 @@ def check_names(config: TransformConfig, *, is_train_step: bool = False) -> None
                              "leave out both; give it another name")
         if pass_.stage == "step" and not is_train_step:
             raise ValueError(f"apexfx: pass {pass_.name!r} has stage='step', which only the graph of apexfx.train_step() has")
+        if pass_.stage == "code" and config.inner == "eager":
+            raise ValueError(f"apexfx: pass {pass_.name!r} has stage='code', and inner='eager' makes no code; give it another "
+                             "stage, or use inner='inductor'")
         if any(pass_.name == earlier.name for earlier in config.passes[:place]):
             raise ValueError(f"apexfx: two passes are named {pass_.name!r}, and skip= and reports go by names; give each a class "
                              "attribute `name` of its own")

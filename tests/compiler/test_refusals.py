@@ -145,6 +145,10 @@ class OfStep(Same):
     stage = "step"
 
 
+class OfCode(Same):
+    name, stage = "of_code", "code"
+
+
 class OfBackward(Same):
     name, stage = "of_backward", "backward"
 
@@ -164,6 +168,7 @@ def by_compile(**options):
     ((BuiltIn(),), (), "BuiltIn is named 'sync_batchnorm', as a built-in pass is"),
     ((BuiltIn(),), ("sync_batchnorm",), "skip= would leave out both; give it another name"),
     ((OfStep(),), (), "stage='step', which only the graph of apexfx.train_step\\(\\) has"),
+    ((OfCode(),), (), "stage='code', and inner='eager' makes no code"),
     ((print,), (), "expected instances of apexfx.Pass"),
 ])
 def test_passes_that_cannot_be_told_apart_or_never_run(make, passes, skip, message):
