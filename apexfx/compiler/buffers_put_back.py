@@ -97,10 +97,12 @@ class KeptBuffers:
                 for before, total in zip(held, sums, strict=True)]
 
     @torch.no_grad()
-    def add(self, sums: Sequence[Tensor], slices: int) -> None:
-        """Write to the buffers what so many slices have left, by the sums of what each of them has `taken`."""
+    def add(self, sums: Sequence[Tensor], changed: Sequence[bool], slices: int) -> None:
+        """Write to the buffers that have changed what so many slices have left, by the sums of what each of them has `taken`."""
         held = [row for row in self._kept if row[3] is not None]
-        for (buffers, name, buffer, before), total in zip(held, sums, strict=True):
+        for (buffers, name, buffer, before), total, written in zip(held, sums, changed, strict=True):
+            if not written:
+                continue
             now = before ^ total if before.dtype == torch.bool else total / slices if _has_fractions(before) else before + total
             if is_expanded(buffer):
                 buffers[name] = now.to(before.dtype)

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import logging
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +76,7 @@ class Slices:
     def settings(self) -> dict[str, Any]:
         """Return what the bits depend on besides model, data and the other options: the same bits are promised where it is."""
         on_device = self._device.type == "cuda"
-        return {"slices": self._options.slices, "seed": self._options.seed, "torch": torch.__version__,
+        return {"slices": self._options.slices, "seed": self._options.seed, "torch": str(torch.__version__),
                 "device": torch.cuda.get_device_name(self._device) if on_device else self._device.type,
                 "capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
 
@@ -111,8 +110,6 @@ class Slices:
                 with torch.cuda.device(self._device):
                     torch.cuda.manual_seed(seed)
             random.seed(seed)
-            if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed(seed % 2**32)
             yield
 
     def add(self, own: list[Tensor], *, ends: bool) -> None:

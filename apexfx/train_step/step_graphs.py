@@ -123,15 +123,15 @@ class StepGraphs:
         slices.add([*gradients, means, *buffers], ends=not accumulates)
         if accumulates:
             return loss, rest, mean, present
-        present = self._with_earlier(present)
+        present, changed = self._with_earlier(present), [True] * len(buffers)
         if (group := self._components.groups.gradients) is not None and group.size() > 1:
             state.agree_on_slices(is_mean=mean is not None)
             with explained(group, "the sums over the slices of an update"):
                 changed = state.kept_buffers.changed(buffers, self._components.options.accumulate)
                 found = found_by_any([torch.tensor(present, device=self._components.device), *changed], group)
-                present = tuple(found[:len(present)])
-                sum_over_ranks([each for each, any_has in zip([*gradients, *buffers, means], [*found, True]) if any_has], group)
-        state.kept_buffers.add(buffers, num_slices)
+                present, changed = tuple(found[:len(present)]), found[len(present):]
+                sum_over_ranks([each for each, any_has in zip([*gradients, *buffers], found) if any_has] + [means], group)
+        state.kept_buffers.add(buffers, changed, num_slices)
         applied = self._run(self._updates, present, mean is not None)
         return loss, rest, mean and means[0] / means[1], *applied
 
