@@ -38,7 +38,7 @@ def check_slice(written: Sequence[Placeholder], collectives: Sequence[Any]) -> N
     if collectives:
         raise ValueError(f"apexfx: forward or loss communicates ({collectives[0][0]}), and a slice of slices= is computed by one "
                          "rank, whatever their number is; leave slices= out")
-    if others := [p.name for p in written if p.kind not in ("buffer", "state")]:
+    if others := [p.name.removeprefix("inputs.") for p in written if p.kind not in ("buffer", "state")]:
         raise ValueError(f"apexfx: the forward writes {others[0]!r}, which is no registered buffer, and with slices= each rank "
                          "would go on with another one; register it by register_buffer(), or leave slices= out")
 
