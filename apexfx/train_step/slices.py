@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .options import StepOptions
 
 log = logging.getLogger(__name__)
 
-_MOST_ELEMENTS = 2**22  # that travel at once
+_MOST_ELEMENTS = 2**20  # that travel at once
 
 
 def check_slice(written: Sequence[Placeholder], collectives: Sequence[Any]) -> None:
@@ -116,7 +116,7 @@ class Slices:
         """Add what a slice gives to what those before it gave, in `own`; keep a copy of the sum where others are to come."""
         height = 0
         while self._waiting and self._waiting[-1][0] == height:
-            torch.ops.aten._foreach_add_(own, self._waiting.pop()[1])
+            torch.ops.aten._foreach_add_.List(own, self._waiting.pop()[1])
             height += 1
         if not ends:
             self._waiting.append((height, [each.clone() for each in own]))
@@ -134,24 +134,34 @@ def sum_over_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Add up tensors over the ranks, in pairs of neighbors, in place; all ranks get the same bits, as of one process.
 
     Process groups add up in an order of their own, so they only carry: of each buffer every rank gets a part from all, adds that
-    up, and sends it to all, which is as much as a ring moves.
+    up, and sends it to all, which is as much as a ring moves. Meanwhile the next one is under way.
     """
     tensors = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    ends: list[Callable[[], None]] = []
     for dtype in dict.fromkeys(each.dtype for each in tensors):
         same = [each for each in tensors if each.dtype == dtype]
-        ends = itertools.accumulate(each.numel() for each in same)
-        for _, members in itertools.groupby(zip(same, ends), lambda member: member[1] // _MOST_ELEMENTS):
-            _sum_flat([each for each, _ in members], group)
+        places = itertools.accumulate(each.numel() for each in same)
+        for _, members in itertools.groupby(zip(same, places), lambda member: member[1] // _MOST_ELEMENTS):
+            ends.append(_begin([each for each, _ in members], group))
+            if len(ends) > 1:
+                ends.pop(0)()
+    for end in ends:
+        end()
 
 
-def _sum_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def _begin(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
+    """Begin to add up tensors of one dtype; return what ends it."""
     size, name, functional = group.size(), group.group_name, torch.ops._c10d_functional
-    numel = sum(each.numel() for each in tensors)
-    flat = torch.cat([*(each.reshape(-1) for each in tensors), tensors[0].new_zeros(-numel % size)])
-    rows = wait(functional.all_to_all_single.default(flat, [len(flat) // size] * size, [len(flat) // size] * size, name))
-    rows = rows.view(size, -1)
-    while len(rows) > 1:
-        rows = rows[1::2] + rows[::2]
-    flat = wait(functional.all_gather_into_tensor.default(rows[0].contiguous(), size, name))
-    for each, part in zip(tensors, flat[:numel].split([each.numel() for each in tensors])):
-        each.copy_(part.view(each.shape))
+    sizes = [each.numel() for each in tensors]
+    flat = torch.cat([*(each.reshape(-1) for each in tensors), tensors[0].new_zeros(-sum(sizes) % size)])
+    parts = functional.all_to_all_single.default(flat, [len(flat) // size] * size, [len(flat) // size] * size, name)
+
+    def end() -> None:
+        rows = wait(parts).view(size, -1)
+        while len(rows) > 1:
+            rows = rows[1::2] + rows[::2]
+        whole = wait(functional.all_gather_into_tensor.default(rows[0], size, name))
+        for each, own in zip(tensors, whole.split([*sizes, len(whole) - sum(sizes)])):
+            each.copy_(own.view(each.shape))
+
+    return end

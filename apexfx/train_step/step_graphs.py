@@ -130,7 +130,8 @@ class StepGraphs:
                 changed = state.kept_buffers.changed(buffers, self._components.options.accumulate)
                 found = found_by_any([torch.tensor(present, device=self._components.device), *changed], group)
                 present, changed = tuple(found[:len(present)]), found[len(present):]
-                sum_over_ranks([each for each, any_has in zip([*gradients, *buffers], found) if any_has] + [means], group)
+                of_all = zip([*gradients, *buffers, means], [*found, mean is not None])
+                sum_over_ranks([each for each, is_there in of_all if is_there], group)
         state.kept_buffers.add(buffers, changed, num_slices)
         applied = self._run(self._updates, present, mean is not None)
         return loss, rest, mean and means[0] / means[1], *applied

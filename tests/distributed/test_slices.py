@@ -82,7 +82,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(rank, world_size):
 def sequential(self, own, *, ends):
     """Add up one slice behind the other."""
     if self._waiting:
-        torch.ops.aten._foreach_add_(own, self._waiting.pop()[1])
+        torch.ops.aten._foreach_add_.List(own, self._waiting.pop()[1])
     if not ends:
         self._waiting.append((0, [each.clone() for each in own]))
 
