@@ -89,6 +89,10 @@ class KeptBuffers:
                 buffer.copy_(before)
         return left
 
+    def names(self) -> list[str]:
+        """Return the names that modules have for what is `taken`."""
+        return [name for _, name, _, before in self._kept if before is not None]
+
     @torch.no_grad()
     def changed(self, sums: Sequence[Tensor], slices: int) -> list[Tensor]:
         """Return of each sum of what so many slices have left whether one of them has changed anything."""

@@ -135,6 +135,7 @@ class StepOptions:
                   "fallback='transform', and slices are of a step that is one graph": self.fallback is not None,
                   "Safeguard(record_dir=...), which records a call, and not an update": self.safeguard is not None
                   and self.safeguard.record_dir is not None,
+                  "dynamic=True, whose code depends on the sizes that a rank has seen first": bool(self.config.dynamic),
                   "a BucketConfig of other sums; message_size= and timeout_s= are taken": buckets is not None
                   and dataclasses.replace(buckets, message_size=None, timeout_s=None) != BucketConfig()}
         if given := next((said for said, is_given in others.items() if is_given), ""):

@@ -64,12 +64,13 @@ class Slices:
         device: of the step.
 
     Attributes:
+        first: of an update, the first slice that this rank computes.
         num_updates: how many there were, of a run that a checkpoint has gone on with, too.
     """
 
     def __init__(self, options: StepOptions, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._options, self._device = options, device
-        self._rank = group.rank() if group is not None else 0
+        self.first = options.accumulate * group.rank() if group is not None else 0
         self.num_updates = 0
         self._waiting: list[tuple[int, list[Tensor]]] = []  # sums over 2**height slices, which wait for as many more
 
@@ -100,8 +101,7 @@ class Slices:
     @contextlib.contextmanager
     def random_numbers(self, call: int) -> Iterator[None]:
         """Have random numbers be those of the slice that this call of an update computes, in this context."""
-        slice_ = self._rank * self._options.accumulate + call
-        name = f"{self._options.seed} {self.num_updates} {slice_}"
+        name = f"{self._options.seed} {self.num_updates} {self.first + call}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
         on_device = self._device.type == "cuda"
         with forked_random([self._device] if on_device else []):
@@ -114,12 +114,15 @@ class Slices:
 
     def add(self, own: list[Tensor], *, ends: bool) -> None:
         """Add what a slice gives to what those before it gave, in `own`; keep a copy of the sum where others are to come."""
-        height = 0
+        height, summed = 0, own
         while self._waiting and self._waiting[-1][0] == height:
-            torch.ops.aten._foreach_add_.List(own, self._waiting.pop()[1])
-            height += 1
+            before = self._waiting.pop()[1]
+            into = own if ends else before
+            for left, right, result in zip(before, summed, into):
+                torch.add(left, right, out=result)
+            height, summed = height + 1, into
         if not ends:
-            self._waiting.append((height, [each.clone() for each in own]))
+            self._waiting.append((height, [each.clone() for each in own] if summed is own else summed))
 
 
 
@@ -159,7 +162,7 @@ def _begin(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], 
     def end() -> None:
         rows = wait(parts).view(size, -1)
         while len(rows) > 1:
-            rows = rows[1::2] + rows[::2]
+            rows = rows[::2] + rows[1::2]
         whole = wait(functional.all_gather_into_tensor.default(rows[0], size, name))
         for each, own in zip(tensors, whole.split([*sizes, len(whole) - sum(sizes)])):
             each.copy_(own.view(each.shape))

@@ -94,8 +94,9 @@ class StepGraphs:
 
     def _variant(self, function: Callable[..., Any], **options: Any) -> _Variant:
         compiler = StepCompiler(self._context, self._components.report, self._state, **options)
-        compiling = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True,
-                                  dynamic=self._components.options.config.dynamic)
+        # Slices of one size have one code, whatever sizes a rank has seen before.
+        dynamic = False if self._components.slices is not None else self._components.options.config.dynamic
+        compiling = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=dynamic)
         return _Variant(compiler, compiling, run_cached_graphs(compiling))
 
     def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import apexfx
 from apexfx.compiler.buffers_put_back import KeptBuffers
 from apexfx.train_step import step_graphs
 from apexfx.train_step.parts import norm
@@ -79,10 +80,23 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(rank, world_size):
         assert train(again, name, [3], rank, world_size) == one[3:]
 
 
+@on_ranks(2)
+def test_ranks_that_would_have_other_bits_are_told(rank, world_size):
+    torch.set_num_threads(1 + rank)
+    with pytest.raises(apexfx.RankMismatchError, match="threads: rank 0 has 1, rank 1 has 2"):
+        make("heads", ddp=True)
+    torch.set_num_threads(1)
+    step = make("heads", ddp=True)
+    if rank:
+        step._components.slices.num_updates = 3  # as where it alone has loaded a checkpoint
+    with pytest.raises(apexfx.RankMismatchError, match="updates: rank 0 has 0, rank 1 has 3"):
+        train(step, "heads", [0], rank, world_size)
+
+
 def sequential(self, own, *, ends):
     """Add up one slice behind the other."""
-    if self._waiting:
-        torch.ops.aten._foreach_add_.List(own, self._waiting.pop()[1])
+    for each, before in zip(own, self._waiting.pop()[1] if self._waiting else []):
+        each.add_(before)
     if not ends:
         self._waiting.append((0, [each.clone() for each in own]))
 
@@ -91,7 +105,7 @@ def sequential(self, own, *, ends):
 def by_rank(self, call):
     """Draw what a rank draws for itself."""
     with torch.random.fork_rng():
-        torch.manual_seed(1000 * self._rank + 10 * self.num_updates + call)
+        torch.manual_seed(1000 * self.first + 10 * self.num_updates + call)
         yield
 
 

@@ -165,6 +165,7 @@ def test_a_forward_that_would_not_be_a_slice_is_refused(what, message):
     ({"accumulate": 2}, "accumulate=2 was given with slices="), ({"fallback": "transform"}, "slices= was given with fallback="),
     ({"sync_bn": True}, "sync_bn=True, whose batch norms need all slices"), ({"shard": "optimizer"}, "was given with shard="),
     ({"ddp": apexfx.BucketConfig(gradient_average=False)}, "a BucketConfig of other sums"),
+    ({"dynamic": True}, "whose code depends on the sizes"),
     ({"safeguard": apexfx.Safeguard(record_dir="x")}, "which records a call"), ({"seed": 0.5}, "seed=0.5 was given"),
     ({"slices": None, "seed": 1}, "seed=1 was given, expected a whole number, and slices="),
     ({"ddp": True, "slices": 1}, "slices=1 was given on 2 ranks, expected a multiple"),
@@ -239,6 +240,39 @@ def test_a_checkpoint_of_another_machine_warns_once_by_name(caplog):
     assert "saved with torch='2.9.0' (now " in record.message and "threads=64 (now " in record.message
     with pytest.raises(ValueError, match="slices.updates=-1, expected a whole number"):
         make("transformer").load_state_dict({**state, "slices": {"updates": -1}})
+
+
+class Keeps(nn.Linear):
+    """Keeps a count in Python, which no graph shows."""
+
+    def __init__(self, counts):
+        super().__init__(5, 3)
+        self.counts, self.calls = counts, 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += self.counts
+        self.seen += 1
+        return F.dropout(super().forward(x), 0.1) * (1 + self.calls)
+
+
+@table(1, "counts", [0, 1])
+def test_check_splits_finds_what_a_forward_keeps_elsewhere(counts):
+    step = step_of(Keeps(counts))
+    (x, t), = batches(1)
+    global_batch = x.float()[:1].repeat(8, 1), t[:1].repeat(8)
+    before = step.digest()
+    bits = apexfx.check_splits(step, *global_batch, ranks=(1, 2, 4), bits=True)
+    assert step.digest() == before and [row.ranks for row in bits.rows] == [1, 2, 4]
+    if counts:
+        assert [row.where for row in bits.rows] == ["", "slice 2 parts at the gradient of weight",
+                                                    "slice 1 parts at the gradient of weight"]
+        assert "the forward keeps something from call to call" in str(bits)
+    assert bits.is_right == (not counts) == (len({row.digest for row in bits.rows}) == 1)
+    with pytest.raises(ValueError, match="has 6 examples, expected a multiple of slices=4"):
+        apexfx.check_splits(step, x, t, bits=True)
+    with pytest.raises(ValueError, match="is of a step with slices="):
+        apexfx.check_splits(step_of(net(), slices=None), x, t, bits=True)
 
 
 def test_check_loop_compares_with_a_loop_that_accumulates():
