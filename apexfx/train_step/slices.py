@@ -87,9 +87,9 @@ class Slices:
 
     def load(self, given: Mapping[str, Any] | None) -> None:
         """Go on behind the updates that a checkpoint was saved after; warn where the bits are other ones from there on."""
+        self.num_updates = 0 if given is None else check_saved(given)
         if given is None:
             return
-        self.num_updates = check_saved(given)
         others = [f"{name}={given.get(name)!r} (now {now!r})" for name, now in self.settings().items() if given.get(name) != now]
         if others:
             log.warning("apexfx: the state was saved with %s: training goes on, to other bits than there", ", ".join(others))
@@ -123,7 +123,6 @@ class Slices:
             height, summed = height + 1, into
         if not ends:
             self._waiting.append((height, [each.clone() for each in own] if summed is own else summed))
-
 
 
 def found_by_any(found: Sequence[Tensor], group: dist.ProcessGroup) -> list[bool]:
