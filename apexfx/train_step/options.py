@@ -136,6 +136,8 @@ class StepOptions:
                   "Safeguard(record_dir=...), which records a call, and not an update": self.safeguard is not None
                   and self.safeguard.record_dir is not None,
                   "dynamic=True, whose code depends on the sizes that a rank has seen first": bool(self.config.dynamic),
+                  "inner_options= of an autotuner, by which each rank takes the kernels that it measures": any(
+                      "autotune" in name and value for name, value in self.config.inner_options.items()),
                   "a BucketConfig of other sums; message_size= and timeout_s= are taken": buckets is not None
                   and dataclasses.replace(buckets, message_size=None, timeout_s=None) != BucketConfig()}
         if given := next((said for said, is_given in others.items() if is_given), ""):

@@ -166,6 +166,7 @@ def test_a_forward_that_would_not_be_a_slice_is_refused(what, message):
     ({"sync_bn": True}, "sync_bn=True, whose batch norms need all slices"), ({"shard": "optimizer"}, "was given with shard="),
     ({"ddp": apexfx.BucketConfig(gradient_average=False)}, "a BucketConfig of other sums"),
     ({"dynamic": True}, "whose code depends on the sizes"),
+    ({"inner": "inductor", "inner_options": {"max_autotune": True}}, "by which each rank takes the kernels that it measures"),
     ({"safeguard": apexfx.Safeguard(record_dir="x")}, "which records a call"), ({"seed": 0.5}, "seed=0.5 was given"),
     ({"slices": None, "seed": 1}, "seed=1 was given, expected a whole number, and slices="),
     ({"ddp": True, "slices": 1}, "slices=1 was given on 2 ranks, expected a multiple"),
