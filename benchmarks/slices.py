@@ -23,6 +23,7 @@ from tabulate import tabulate
 from train_step import MODELS
 
 import apexfx
+from apexfx.graph.printing import count_text
 
 RANKS, MEGABYTES_PER_S = 2, 250
 
@@ -48,8 +49,8 @@ def measure(name: str, calls: int, rounds: int, clock: Any) -> dict[str, Any]:
             times[kind].append(1e3 * (clock() - start))
     ratios = [a / b for a, b in zip(*times.values())]
     low, ratio, high = statistics.quantiles(ratios, n=4)
-    return {"model": name, "calls": calls, **{kind: statistics.median(each) for kind, each in times.items()},
-            "ratio": ratio, "quartiles": [low, high]}
+    medians = {kind: statistics.median(each) for kind, each in times.items()}
+    return {"model": name, "variant": count_text(calls, "call"), **medians, "ratio": ratio, "quartiles": [low, high]}
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
     torch.set_num_threads(1)
     link = slow_link.connect(MEGABYTES_PER_S * 1e6, num_ranks=RANKS, kind=slow_link.CountedLink)
     rows = [measure(name, calls, options.rounds, link.clock) for name in options.models for calls in options.calls]
-    print(tabulate([(row["model"], row["calls"], f"{row['accumulate']:.1f}", f"{row['slices']:.1f}",
+    print(tabulate([(row["model"], row["variant"], f"{row['accumulate']:.1f}", f"{row['slices']:.1f}",
                      f"{row['ratio']:.2f} ({row['quartiles'][0]:.2f}-{row['quartiles'][1]:.2f})") for row in rows],
                    headers=("model", "calls", "accumulate, ms", "slices, ms", "accumulate / slices"), disable_numparse=True))
     if options.json:
