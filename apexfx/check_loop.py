@@ -171,7 +171,8 @@ class _Sides:
                                      process_group=None)
         if exact:
             config = dataclasses.replace(config, opt_level="O0", dtype=None, keep_batchnorm_fp32=None, precision={})
-        options = dataclasses.replace(options, config=config, keep_grads=exact, memory_budget=None, safeguard=None)
+        options = dataclasses.replace(options, config=config, keep_grads=exact, memory_budget=None, safeguard=None, slices=None,
+                                      seed=0)
         self._step = TrainStep(model, objective, optimizer, options)
         self._by_name = not hasattr(objective, "loss_fn")
         self._loop = _Loop(self._model, _list(self._optimizer))

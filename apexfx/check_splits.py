@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
+from .check_bits import Bits, check_bits
 from .compiler.forward_errors import frames_of_user, place
 from .train_step import TrainStep
 from .train_step.mean import Mean
@@ -96,7 +97,7 @@ class Splits:
 
 
 def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 4), accumulate: Sequence[int] = (1, 2, 4),
-                 **named: Any) -> Splits:
+                 bits: bool = False, **named: Any) -> Splits | Bits:
     """Compare the gradient of a batch with that of the batch in parts, put together as the step does over calls and ranks.
 
         print(apexfx.check_splits(step, inputs, targets))
@@ -109,12 +110,16 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
         step: of `train_step`.
         batch, named: as a call of the step has them; as many examples as there are parts, or a multiple of it.
         ranks, accumulate: how many of each to try.
+        bits: of a step with `slices`, compare to the bit what each slice gives by so many ranks with what it gives in one
+            process, `accumulate` aside.
 
     Raises:
         ValueError: the batch cannot be split so; parameters are in neither the model nor the objective; the loss of the whole
             batch is not finite, or another when it is computed again.
         RuntimeError, ...: what the model or the loss raises in float64; a note says so.
     """
+    if bits:
+        return check_bits(step, batch, named, ranks)
     check_traceable(step.model, step.options)
     first = next((x for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), None)
     size = 0 if first is None else len(first)

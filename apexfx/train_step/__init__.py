@@ -2,14 +2,14 @@
 
 Read `options`, `step` (what a user calls), `components` (what it is made of), `parts` (what its end does, one a file), `slots`
 (their tensors), `checkpoint` (what is saved of them), `state` (all that it reads and writes besides its batch), `function` and
-its `step_inputs` (what Dynamo traces), `accumulation` and `flush` (over several calls), `mean` (losses with a denominator of
-their own), `step_graphs` (how a call runs it), `step_compiler` (what becomes of the captured graph), `derivatives` (of
-derivatives in it), `in_pieces` (what cannot be). Beside them: `parameters`, `objective` and `leaves` (what is trained, and what
-is refused besides), `optimizer_list` and `optimizer_state` (what updates, and its tensors), `hyperparameters` and `structure`
-(what a schedule changes, and what makes another graph), `sharded` and `sharded_update` (where each rank has rows), `model`
-(what stands in for modules during a call), `last_update` (and where its skip began), `bundle_recorder` (a call that another
-process runs again), `replicas` (whether the ranks still train one model); `capture_errors` and `wrong_call` (what a user is
-told).
+its `step_inputs` (what Dynamo traces), `accumulation` and `flush` (over several calls), `slices` (over any number of ranks),
+`mean` (losses with a denominator of their own), `step_graphs` (how a call runs it), `step_compiler` (what becomes of the
+captured graph), `derivatives` (of derivatives in it), `in_pieces` (what cannot be). Beside them: `parameters`, `objective` and
+`leaves` (what is trained, and what is refused besides), `optimizer_list` and `optimizer_state` (what updates, and its tensors),
+`hyperparameters` and `structure` (what a schedule changes, and what makes another graph), `sharded` and `sharded_update` (where
+each rank has rows), `model` (what stands in for modules during a call), `last_update` (and where its skip began),
+`bundle_recorder` (a call that another process runs again), `replicas` (whether the ranks still train one model);
+`capture_errors` and `wrong_call` (what a user is told).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .step import TrainStep as TrainStep
 def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
                optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, *,
                objective: Callable[..., Any] | None = None, loss_scale: float | str | None = None,
-               max_grad_norm: float | None = None, accumulate: int = 1, keep_grads: bool = False,
-               memory_budget: int | None = None, fallback: str | None = None, safeguard: Safeguard | bool | None = None,
-               shard: str | None = None, ema: EMA | None = None, parts: Sequence[Part] = (),
-               modules: Sequence[nn.Module] = (), **options: Any) -> TrainStep:
+               max_grad_norm: float | None = None, accumulate: int = 1, slices: int | None = None, seed: int = 0,
+               keep_grads: bool = False, memory_budget: int | None = None, fallback: str | None = None,
+               safeguard: Safeguard | bool | None = None, shard: str | None = None, ema: EMA | None = None,
+               parts: Sequence[Part] = (), modules: Sequence[nn.Module] = (), **options: Any) -> TrainStep:
     """Return a callable that runs a whole training step of `model` as one graph.
 
     It shares parameters, buffers and submodules with the model, and the state with the optimizer: evaluate the model, save and
@@ -64,6 +64,9 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
             for other dtypes.
         max_grad_norm: clip the norm of all gradients together to this; infinity measures it, for `step.grad_norm`, alone.
         accumulate: average the gradients of so many calls before they are reduced and applied, by the last of them.
+        slices: make an update of so many slices of the global batch, a power of two, to the same bits on any number of ranks
+            that divides it. Rank r of n computes slices r * slices / n to (r + 1) * slices / n - 1 in order, a call each.
+        seed: with `slices`, the random numbers of a slice follow from it, from how many updates there were and from the slice.
         keep_grads: leave the averaged, unscaled and clipped gradients in `.grad`.
         memory_budget: bytes: where more are alive at once along the graph (`report.memory()`), elementwise values of the forward
             are computed again in the backward. None: under Inductor wherever that lowers the peak, and never under "eager".
@@ -89,9 +92,9 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
             parameters that neither model nor objective has. Nothing has changed then.
         RankMismatchError: ranks hold different models.
     """
-    own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "keep_grads": keep_grads,
-           "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard, "shard": shard,
-           "parts": with_own(parts, EMA.checked(ema))}
+    own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "slices": slices,
+           "seed": seed, "keep_grads": keep_grads, "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard,
+           "shard": shard, "parts": with_own(parts, EMA.checked(ema))}
     step_options = StepOptions.from_arguments(own, options, also=["loss_fn", "optimizer", "objective", "modules", "ema"])
     check_what_is_trained(loss_fn, optimizer, objective)
     return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, step_options, modules)

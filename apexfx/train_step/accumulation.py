@@ -53,6 +53,19 @@ def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
     return weighted and weighted.mean, tuple(g is not None for g in grads)
 
 
+def keep_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
+                   weighted: Weighted | None) -> tuple[Tensor | None, tuple[bool, ...]]:
+    """Write the gradients of a slice, those of a `Mean` times its count, where others add them up; return as above."""
+    for own, gradient in zip(inputs.gradient_sums, grads):
+        if gradient is None:
+            own.zero_()
+        else:
+            own.copy_(gradient if weighted is None else gradient.to(own.dtype) * weighted.count.to(own.dtype))
+    if weighted is not None:
+        inputs.means.copy_(weighted.sums)
+    return weighted and weighted.mean, tuple(g is not None for g in grads)
+
+
 def add_accumulated(inputs: StepInputs, grads: Sequence[Tensor | None], weighted: Weighted | None) -> list[Tensor | None]:
     """Return the sums of these gradients, the last ones, and those that were accumulated."""
     sums = inputs.gradient_sums if weighted is None else [own * weighted.earlier for own in inputs.gradient_sums]

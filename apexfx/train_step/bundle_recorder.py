@@ -32,12 +32,15 @@ class BundleRecorder:
         self._graphs, self._state, self._last, self._safeguard = graphs, state, last, components.safeguard
         self._device, self._described, self._group = components.device, components.report.config, components.groups.gradients
         self._agreement = components.agreement if self._group is not None else None
+        self._has_slices = components.slices is not None
         self._fuses = components.options.config.inner != "eager"
         safeguard = components.options.safeguard
         self._folder, self._max_records = (safeguard.record_dir, safeguard.max_records) if safeguard is not None else (None, 0)
 
     def record(self, path: Path) -> None:
         """Write a bundle of the last call; errors as of `TrainStep.record`."""
+        if self._has_slices:
+            raise RuntimeError("apexfx: record() writes a bundle of one call, and with slices= an update is of several")
         if self._agreement is not None:
             self._agreement.ensure("call that record() writes a bundle of", [self._state.num_calls])
         self._write(lambda: path)

@@ -14,6 +14,7 @@ from ..optimizers.layout import WHOLE, check_own
 from ..ranks import rank
 from .components import Components
 from .parts.loss_scale import of_grad_scaler
+from .slices import check_saved
 from .slots import section
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ def save(components: Components) -> dict[str, Any]:
     if of_objective := components.objective_modules.state_dict():
         state["objective"] = of_objective
     components.slots.save(state, _named(components))
+    if components.slices is not None:
+        state["slices"] = components.slices.save()
     state["kept"] = _kept(components, state)
     return state
 
@@ -67,7 +70,9 @@ def load(components: Components, state: dict[str, Any]) -> None:
         for name, holder in holders.items():
             holder.load_state_dict(before[name])
         raise
-    if state["num_ranks"] != components.num_ranks and rank() == 0:
+    if components.slices is not None:
+        components.slices.load(state.get("slices"))
+    elif state["num_ranks"] != components.num_ranks and rank() == 0:
         log.warning("apexfx: the state was saved by %d ranks and is loaded by %d: the batch that a step sees, and with it "
                     "the right learning rate, may be another", state["num_ranks"], components.num_ranks)
     components.slots.load(state, _named(components))
@@ -94,6 +99,10 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
     for name in state.keys() - _ALWAYS - _OTHERS | {"scaler"}:
         section(state, (name, ""))
     own: dict[str, Any] = {"scaler": {}}
+    if components.slices is not None:
+        own["slices"] = {}
+        if "slices" in state:
+            check_saved(state["slices"])
     components.slots.save(own, {})
     is_of_step = not (isinstance(state["scaler"], dict) and "_growth_tracker" in state["scaler"])
     state = {**state, "scaler": of_grad_scaler(state["scaler"])}

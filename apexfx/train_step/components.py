@@ -22,6 +22,7 @@ from .parts.loss_scale import SCALE
 from .parts.norm import SKIPS
 from .parts.part import Part
 from .parts.safeguard import SafeguardLog
+from .slices import Slices
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Components:
     agreement: Agreement | None
     sharded: ShardedModel | None  # under fully_shard
     sharded_update: ShardedUpdate | None  # by shard=
+    slices: Slices | None  # by slices=
     device: torch.device  # of what was trained when the step was made
 
     @property

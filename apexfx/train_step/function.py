@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._torch import tree_map
 from ..compiler.private_code import with_private_code
-from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated, share_of
-from .mean import Mean, Weighted, weigh
+from .accumulation import accumulate_gradients, add_accumulated, clear_accumulated, keep_gradients, share_of
+from .mean import Mean, Weighted, divided, weigh, weigh_alone
 from .step_inputs import StepInputs
 
 _numbers = itertools.count()
@@ -83,6 +83,9 @@ def run_accumulate(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dic
     so far or None, and which parameters have a gradient.
     """
     _check_traced()
+    if inputs.slices:
+        loss, rest, grads, weighted = compute_gradients(inputs, batch, named_inputs, weigh=weigh_alone)
+        return loss, rest, *keep_gradients(inputs, grads, weighted)
     loss, rest, grads, weighted = compute_gradients(inputs, batch, named_inputs, ends=False)
     return loss, rest, *accumulate_gradients(inputs, _as_rows(inputs, grads), weighted)
 
@@ -96,8 +99,9 @@ def run_update(inputs: StepInputs, present: tuple[bool, ...], is_mean: bool) -> 
     """
     _check_traced()
     # A conversion to the same dtype is nothing, and Dynamo takes a millisecond for each.
+    sums = divided(inputs.gradient_sums, inputs.means[1]) if is_mean and inputs.slices else inputs.gradient_sums
     grads = [(total if total.dtype == dtype else total.to(dtype)) if here else None
-             for total, dtype, here in zip(inputs.gradient_sums, inputs.dtypes, present)]
+             for total, dtype, here in zip(sums, inputs.dtypes, present)]
     return apply_gradients(inputs, grads, inputs.means[1] if is_mean else None)
 
 

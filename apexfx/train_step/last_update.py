@@ -139,7 +139,7 @@ class LastUpdate:
 
     def __init__(self, components: Components, graphs: CallGraphs, name_of: Callable[[int], str | None]) -> None:
         self._graphs, self._components, self._safeguard, self._name_of = graphs, components, components.safeguard, name_of
-        self._accumulates, self._device = components.options.accumulate > 1, components.device
+        self._accumulates, self._device = components.options.accumulates, components.device
         self.norm: Tensor | None = None
         self.forget_call()
 

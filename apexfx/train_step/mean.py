@@ -15,6 +15,7 @@ from ..graph.nodes import graphs
 from ..graph.printing import count_text
 from ..optimizers.update import kind_of
 from ..report.data import Report
+from .options import StepOptions
 
 
 class Mean:
@@ -127,6 +128,18 @@ def weigh(mean: Mean, before: Tensor | None, group: str | None, factor: int, *, 
     return Weighted(share, torch.cat([*own, counts]), earlier, mean, count)
 
 
+def weigh_alone(mean: Mean, before: Tensor | None, group: str | None, factor: int, *, ends: bool) -> Weighted:
+    """Divide the total of a `Mean` by its count, whatever other calls and ranks have counted; arguments and errors of `weigh`."""
+    _check(mean.terms, accumulates=True)
+    return weigh(mean, None, None, 1, ends=True)
+
+
+def divided(sums: Sequence[Tensor], count: Tensor) -> list[Tensor]:
+    """Return sums of gradients over how many they are of; where that is 0, nothing is updated by them."""
+    count = torch.where(count == 0, 1.0, count)
+    return [total / count.to(total.dtype) for total in sums]
+
+
 def leave_counts_apart(gm: fx.GraphModule) -> None:
     """Sum the counts of a call that accumulates over the ranks only where it communicates something else."""
     collectives = [node for graph in graphs(gm) for node in graph.graph.nodes if group_name(node)]
@@ -143,7 +156,7 @@ class StepMean:
     """The mean of a step's loss that is a `Mean`, over the calls of an update and the ranks.
 
     Args:
-        calls: how many are of an update.
+        options: of the step.
         group, factor: the process group over which gradients are averaged, or None, and what they are divided by there.
         device: of the step.
         report: has a note of what the mean is over.
@@ -154,10 +167,11 @@ class StepMean:
         last: the mean of the last update; None before it, and of another loss.
     """
 
-    def __init__(self, calls: int, group: dist.ProcessGroup | None, factor: int, device: torch.device, report: Report) -> None:
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device) if calls > 1 else None
+    def __init__(self, options: StepOptions, group: dist.ProcessGroup | None, factor: int, device: torch.device,
+                 report: Report) -> None:
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device) if options.accumulates else None
         self.last: Tensor | None = None
-        self._calls, self._group, self._factor, self._device, self._report = calls, group, factor, device, report
+        self._options, self._report, self._group, self._factor, self._device = options, report, group, factor, device
         self._is_noted = False  # in the report
         self._accumulates: bool | None = None  # such a loss, in the calls that have accumulated; None where there are none
 
@@ -183,7 +197,9 @@ class StepMean:
         self._accumulates = mean is not None if accumulates else None
         if mean is not None and not self._is_noted:
             ranks = count_text(self._group.size() if self._group is not None else 1, "rank")
-            self._report.note(f"apexfx: the loss is a mean over {count_text(self._calls, 'call')} x {ranks}, by counts")
+            over = f"{count_text(self._options.accumulate, 'call')} x {ranks}" if self._options.slices is None else \
+                count_text(self._options.slices, "slice")
+            self._report.note(f"apexfx: the loss is a mean over {over}, by counts")
             self._is_noted = True
         if not accumulates:
             self.last = mean
@@ -205,6 +221,6 @@ def _check(terms: Sequence[tuple[Any, Any]], *, accumulates: bool) -> None:
         if isinstance(count, (int, float)) and count < 0:
             raise ValueError(f"apexfx: Mean(total, count) was given a count of {count}, expected at least 0")
     if accumulates and len(terms) > 1:
-        raise ValueError(f"apexfx: the loss is a sum of {len(terms)} means, each with its own count, and accumulate= keeps one "
-                         "sum of gradients, which one count divides; leave accumulate out, or give all of them one count: "
+        raise ValueError(f"apexfx: the loss is a sum of {len(terms)} means, each with its own count, and accumulate= or slices= "
+                         "keeps one sum of gradients, which one count divides; leave that out, or give all of them one count: "
                          "Mean(a + b, count)")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import TransformConfig, is_number
+from ..config import BucketConfig, TransformConfig, is_number
 from .parts.part import Part
 from .parts.safeguard import Safeguard
 
@@ -23,6 +23,8 @@ class StepOptions:
     loss_scale: float | str | None = None
     max_grad_norm: float | None = None
     accumulate: int = 1
+    slices: int | None = None
+    seed: int = 0
     keep_grads: bool = False
     memory_budget: int | None = None
     fallback: str | None = None
@@ -32,6 +34,8 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        if self.slices is not None:
+            self._check_slices()
         if self.safeguard is not None and not isinstance(self.safeguard, Safeguard):
             raise TypeError(f"apexfx: safeguard={self.safeguard!r} was given, expected True, an apexfx.Safeguard, False or None")
         if self.shard not in (None, "optimizer", "gradients"):
@@ -69,7 +73,33 @@ class StepOptions:
                              "pass fallback='transform' to run in pieces what cannot be captured")
         if isinstance(own["safeguard"], bool):
             own = {**own, "safeguard": Safeguard() if own["safeguard"] else None}
+        if own["slices"] is not None and own["accumulate"] != 1:
+            raise ValueError(f"apexfx: accumulate={own['accumulate']!r} was given with slices=, by which a rank calls the step "
+                             "slices / ranks times for an update; leave accumulate out")
         return cls(config, **own)
+
+    def over(self, num_ranks: int) -> StepOptions:
+        """Return the options where so many ranks share the slices of an update, an equal number of calls each.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        if self.slices is None:
+            return self
+        if self.slices % num_ranks:
+            raise ValueError(f"apexfx: slices={self.slices} was given on {num_ranks} ranks, expected a multiple of their number: "
+                             "each rank computes as many slices of an update")
+        return dataclasses.replace(self, accumulate=self.slices // num_ranks)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are kept from call to call, or from a call to the update that it ends in."""
+        return self.accumulate > 1 or self.slices is not None
+
+    @property
+    def num_losses(self) -> int:
+        """Over how many losses an update averages, but for an average over ranks."""
+        return self.slices or self.accumulate
 
     def describe(self) -> dict[str, Any]:
         """Return the options for reports: all of `config`, and those of the step that are not the default."""
@@ -91,6 +121,27 @@ class StepOptions:
             raise ValueError(f"apexfx: accumulate={accumulate!r} was given, expected a whole number of calls, 1 or more")
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
             raise ValueError(f"apexfx: memory_budget={budget!r} was given, expected a number of bytes or None")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed and self.slices is None:
+            raise ValueError(f"apexfx: seed={self.seed!r} was given, expected a whole number, and slices=, whose random numbers "
+                             "follow from it; elsewhere call torch.manual_seed()")
+
+    def _check_slices(self) -> None:
+        slices, buckets = self.slices, self.config.buckets
+        if not isinstance(slices, int) or isinstance(slices, bool) or slices < 1 or slices & (slices - 1):
+            raise ValueError(f"apexfx: slices={slices!r} was given, expected a power of two: the slices of an update are added "
+                             "up in pairs")
+        others = {"sync_bn=True, whose batch norms need all slices at once": self.config.sync_bn,
+                  f"shard={self.shard!r}, of which the norm is not the same on any number of ranks": self.shard is not None,
+                  "fallback='transform', and slices are of a step that is one graph": self.fallback is not None,
+                  "Safeguard(record_dir=...), which records a call, and not an update": self.safeguard is not None
+                  and self.safeguard.record_dir is not None,
+                  "dynamic=True, whose code depends on the sizes that a rank has seen first": bool(self.config.dynamic),
+                  "inner_options= of an autotuner, by which each rank takes the kernels that it measures": any(
+                      "autotune" in name and value for name, value in self.config.inner_options.items()),
+                  "a BucketConfig of other sums; message_size= and timeout_s= are taken": buckets is not None
+                  and dataclasses.replace(buckets, message_size=None, timeout_s=None) != BucketConfig()}
+        if given := next((said for said, is_given in others.items() if is_given), ""):
+            raise ValueError(f"apexfx: slices= was given with {given}; leave one of them out")
 
 
 def check_what_is_trained(loss_fn: Callable[..., Any] | None, optimizer: Any, objective: Callable[..., Any] | None) -> None:

@@ -15,6 +15,7 @@ from .._torch import gradients_read, has_gradient_hooks, local_rows, note_optimi
 from ..buckets.plan import given_plan
 from ..compiler.buffers_put_back import KeptBuffers
 from ..compiler.refusals import check_whole
+from ..distributed.agreement import Communication
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
 from ..ops.apply_gradients import Plan, is_skipped, registered
@@ -101,7 +102,7 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
     like = optimizers.layout.rows if options.shard == "gradients" else lambda p: p
     sums = [known[id(p)].to(dtype_of_sum(p)) if id(p) in known
             else torch.zeros_like(like(p), dtype=dtype_of_sum(p), requires_grad=False)
-            for p in params] if options.accumulate > 1 else []
+            for p in params] if options.accumulates else []
     of_optimizer = list(state.slot_tensors(names)) if state is not None else []
     of_parts = components.slots.slot_tensors(params, names, set(map(id, components.model.parameters())))
     tensors = [*of_parts, *of_optimizer]
@@ -124,7 +125,7 @@ class TrainingState:
 
     Args:
         components: of the step.
-        kept_buffers: puts back the buffers that a skipped step has replaced; None without a safeguard.
+        kept_buffers: puts back the buffers that a skipped step has replaced, or that a slice has; None without both.
 
     Attributes:
         now: the state as it was read last.
@@ -136,7 +137,7 @@ class TrainingState:
     """
 
     def __init__(self, components: Components, kept_buffers: KeptBuffers | None) -> None:
-        self._components, self._kept_buffers = components, kept_buffers
+        self._components, self.kept_buffers = components, kept_buffers
         self.now = StepState()
         self._structure: Structure | None = None  # of the optimizers, which `now` follows from
         self._num_hooks = num_hooks()
@@ -147,8 +148,10 @@ class TrainingState:
         averages = plan.averages if plan is not None else self._group is not None and buckets.gradient_average
         if components.sharded is not None:
             self._group, averages = components.sharded.group, True
+        if components.slices is not None:  # which are added up apart
+            self._group, averages = None, False
         self._divisor = self._group.size() if averages else 1
-        self.mean = StepMean(components.options.accumulate, self._group, self._divisor, components.device, components.report)
+        self.mean = StepMean(components.options, self._group, self._divisor, components.device, components.report)
         self.num_calls = 0
         self.changed = self.communicated = False
         self._broken = ""  # why nothing can be trained on
@@ -178,8 +181,9 @@ class TrainingState:
         return StepInputs(
             model, components.objective, params, dtypes=[p.dtype for p in now.params] if now.gradient_sums else [],
             gradient_sums=sums, accumulated=[id(p) in self.accumulated for p in now.params] if now.gradient_sums else [],
-            means=self.mean.sums, slots=now.tensors, scale=components.scale, calls=options.accumulate,
-            group=self._group and self._group.group_name, divisor=self._divisor, plan=now.plan.text,
+            means=self.mean.sums, slots=now.tensors, scale=components.scale, calls=options.num_losses,
+            slices=options.slices is not None, group=self._group and self._group.group_name, divisor=self._divisor,
+            plan=now.plan.text,
             ranks=self._group.size() if options.shard == "gradients" and options.accumulate > 1 else 0)
 
     def check_reads(self) -> None:
@@ -200,6 +204,19 @@ class TrainingState:
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""
         return self.num_calls % self._components.options.accumulate
+
+    def random_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Have random numbers be those of the slice that the next call computes, in this context; any, without slices."""
+        slices = self._components.slices
+        return slices.random_numbers(self.num_accumulated_calls()) if slices is not None else contextlib.nullcontext()
+
+    def agree_on_slices(self, *, is_mean: bool) -> None:
+        """Return when all ranks are about to add up the slices of the same update."""
+        if self._components.agreement is not None:
+            self._components.agreement.before_run(Communication(
+                "slices of an update", [["loss", "apexfx.Mean" if is_mean else "a scalar"]], self._components.index.mode,
+                lambda: {"updates": self._components.slices.num_updates, **self.numbers()}))
+        self.note_communication()
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers of the optimizers' groups, by name, but for tensors on a device."""
@@ -275,10 +292,10 @@ class TrainingState:
 
     def keep_buffers(self, *, cached: bool = False) -> None:
         """Keep the buffers that a skipped step is to have; `cached` for graphs that were compiled before alone."""
-        if self._kept_buffers is not None:
+        if self.kept_buffers is not None:
             if not self.num_accumulated_calls():
-                self._kept_buffers.forget()  # of a call that failed, or was captured alone
-            self._kept_buffers.keep(cached=cached)
+                self.kept_buffers.forget()  # of a call that failed, or was captured alone
+            self.kept_buffers.keep(cached=cached)
 
     # ---- after a call -----------------------------------------------------------------------------------------------------
 
@@ -298,8 +315,10 @@ class TrainingState:
         """
         options, optimizers, now = self._components.options, self._components.optimizers, self.now
         self.end_accumulation()
-        if self._kept_buffers is not None:
-            self._kept_buffers.undo(verdict)
+        if self._components.slices is not None:
+            self._components.slices.num_updates += 1
+        if self._components.safeguard is not None:
+            self.kept_buffers.undo(verdict)
         if options.keep_grads or now.optimizer is None:
             self._drop_gradients()  # what no graph computed now is not to be applied
             left = iter(_unshared(gradients))
@@ -342,8 +361,10 @@ class TrainingState:
         clear_accumulated(self.now.gradient_sums, self.mean.sums)
         self.mean.forget()
         self.accumulated.clear()
-        if self._kept_buffers is not None:
-            self._kept_buffers.forget()
+        if self.kept_buffers is not None:
+            self.kept_buffers.forget()
+        if self._components.slices is not None:
+            self._components.slices.forget()
         self.num_calls, self._broken = 0, ""
 
 

@@ -32,6 +32,7 @@ from . import checkpoint
 from .agreed_settings import set_up_step
 from .bundle_recorder import BundleRecorder
 from .components import CallGraphs, Components
+from .digest import digest
 from .flush import apply_accumulated
 from .hyperparameters import numbers_of
 from .last_update import LastUpdate
@@ -46,6 +47,7 @@ from .parts.loss_scale import SkipsTeller
 from .parts.norm import SKIPS, Norm
 from .parts.safeguard import LOG, STATE, Event, SafeguardLog
 from .replicas import replica_check
+from .slices import Slices
 from .slots import Slots
 from .state import TrainingState
 from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
@@ -86,6 +88,11 @@ class TrainStep:
             or sharded is not None and sharded.in_float16
         device = trained[0].device
         loss_scaling = options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None
+        num_ranks = groups.user.size() if groups.user is not None else 1
+        options = options.over(num_ranks)
+        if options.slices is not None and sharded is not None:
+            raise ValueError("apexfx: slices= was given with a model under fully_shard(), whose gradients the ranks add up in an "
+                             "order of their own; leave one of them out")
         rows_over = groups.gradients if options.shard is not None else groups.shards
         parts = in_order(options, loss_scaling, optimizers, rows_over and rows_over.group_name)
         slots = Slots([slot for part in parts for slot in part.slots()], trained[0])
@@ -101,15 +108,16 @@ class TrainStep:
         if device.type == "cpu":
             keep_freed_memory()
         note_second_updates(optimizers, report)
-        agreement = set_up_step(model, objective_modules, optimizers, groups, options)
+        slices = Slices(options, groups.gradients, device) if options.slices is not None else None
+        agreement = set_up_step(model, objective_modules, optimizers, groups, options, slices)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report, sharded)
         self._components = components = Components(
             model, step_model, objective, objective_modules, optimizers, options, loss_scaling, parts, slots, safeguard, report,
-            ModelIndex(lambda: model), groups, agreement, sharded, sharded_update, device)
+            ModelIndex(lambda: model), groups, agreement, sharded, sharded_update, slices, device)
         self._skips_teller = SkipsTeller(slots[SKIPS]) if loss_scaling is not None else None
-        buffers = None if safeguard is None else KeptBuffers(
+        buffers = None if safeguard is None and slices is None else KeptBuffers(
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
-            accumulates=options.accumulate > 1)
+            accumulates=options.accumulates)
         self._state = TrainingState(components, buffers)
         self._graphs = _graphs(components, self._state)
         self._replicas = replica_check(options.safeguard, groups, report)
@@ -142,7 +150,7 @@ class TrainStep:
         self._note_ranks_apart(components.options)
         self._recorder.record_where_skipped()
         call = Call(self.objective, batch, named, self.report)
-        with state.all_or_nothing():
+        with state.all_or_nothing(), state.random_numbers():
             state.prepare(cached=True)
             self._check_autocast()
             self._last.start_call(batch, named)
@@ -196,6 +204,10 @@ class TrainStep:
         self._recorder.record_where_skipped()
         components, state = self._components, self._state
         num_calls = state.num_accumulated_calls()
+        if num_calls and components.slices is not None:
+            raise RuntimeError(f"apexfx: flush() was called after {num_calls} of {components.options.accumulate} slices of this "
+                               "rank, and slices= updates by all of them; leave an incomplete update at the end of the data out "
+                               "(drop_last=True)")
         with state.all_or_nothing(), torch.no_grad():
             self._last.forget_call()
             if components.agreement is not None and (components.groups.gradients or components.groups.shards) is not None:
@@ -379,6 +391,18 @@ class TrainStep:
             print(text)
         return text
 
+    def digest(self) -> str:
+        """Return a sha256 of model, optimizer, averages, parts, loss scale, skips, and norm and mean loss of the last update.
+
+        With `slices`, it is the same on any number of ranks. It goes by checksums of the tensors, made where they are: cheap
+        enough to log, though the host waits for the device.
+
+        Raises:
+            ValueError: each rank has its rows of some.
+            RuntimeError: as `state_dict`.
+        """
+        return digest(self.state_dict(), [self._last.norm, self._state.mean.last])
+
     # ---- checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
@@ -476,4 +500,28 @@ def trace_step_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[st
     check_traceable(step.model, step.options)
     params = trained_parameters(step.model, components.objective_modules, components.optimizers)
     return step_graphs.trace_gradients(components.step_model, step.objective, config, components.groups, params, batch, named,
-                                       scale=components.scale, calls=components.options.accumulate)
+                                       scale=components.scale, calls=components.options.num_losses)
+
+
+def given_by_slices(step: TrainStep, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], first: int,
+                    source: TrainStep) -> list[dict[str, Tensor]]:
+    """Run slices by a step that was never called; return what each gives: gradients, counts and buffers, by name.
+
+    Args:
+        parts: the batch of each, by position and by keyword.
+        first: which slice of an update the first one is.
+        source: what `step` is a copy of.
+    """
+    slices, state, given = step._components.slices, step._state, []
+    add, slices.first, slices.num_updates = slices.add, first, source._components.slices.num_updates
+
+    def keep(own: list[Tensor], *, ends: bool) -> None:
+        names = [*(f"the gradient of {state.now.names[id(p)]}" for p in state.now.params), "the count of the loss",
+                 *(f"the buffer {name}" for name in state.kept_buffers.names())]
+        given.append({name: each.clone() for name, each in zip(names, own, strict=True)})
+        add(own, ends=ends)
+
+    slices.add = keep
+    for batch, named in parts:
+        step(*batch, **named)
+    return given

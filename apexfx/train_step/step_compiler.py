@@ -47,6 +47,7 @@ from .capture_errors import calls_backward, counts_apart, sparse_gradient
 from .derivatives import check_functions, compose_norms
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
 from .mean import leave_counts_apart
+from .slices import check_slice
 
 if TYPE_CHECKING:
     from .sharded import ShardedModel
@@ -77,6 +78,7 @@ class StepContext:
         reduces_each_call: as of `Components`.
         memory_budget: bytes alive at once that are enough, or None.
         safeguard: whether a step that is skipped changes nothing at all.
+        slices: whether a graph with a forward is that of a slice.
     """
 
     config: TransformConfig
@@ -88,6 +90,7 @@ class StepContext:
     reduces_each_call: bool = False
     memory_budget: int | None = None
     safeguard: bool = False
+    slices: bool = False
 
 
 class StepCompiler:
@@ -149,6 +152,9 @@ class StepCompiler:
         by_forward = _written_by_forward(gm, placeholders)
         if not self.reduce_gradients:
             _check_unwritten(gm, by_forward)
+        if self.step.slices and _backward(gm) is not None:
+            written = [(placeholders[place], example_inputs[place]) for place in by_forward]
+            check_slice([p for p, x in written if not is_of_batch(p, x)], issued(gm, ()))
         is_mean = self._is_mean(gm, placeholders)
         if is_mean and not self.reduce_gradients and not self.step.reduces_each_call:
             self._share_counts(gm)

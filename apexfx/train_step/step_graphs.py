@@ -8,6 +8,7 @@ and Dynamo compiles one.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import warnings
@@ -34,6 +35,7 @@ from ..compiler.progress import PROGRESS
 from ..compiler.rewritten_graph import WeakBackend
 from ..compiler.traced import Traced
 from ..config import TransformConfig
+from ..distributed.agreement import explained
 from ..random_state import forked_random
 from ..report.data import Report
 from .accumulation import clear_accumulated
@@ -41,6 +43,7 @@ from .capture_errors import calls_backward, capture_errors, run_or_raise_as_eage
 from .components import Components
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
 from .model import StepModel, check_contexts, check_traceable, warn_of_eval_mode
+from .slices import found_by_any, sum_over_ranks
 from .state import TrainingState
 from .step_compiler import NotRun, StepCompiler, StepContext
 from .step_inputs import StepInputs
@@ -73,14 +76,17 @@ class StepGraphs:
 
     def __init__(self, components: Components, state: TrainingState) -> None:
         self._components, self._state = components, state
-        options, groups = components.options, components.groups
+        options, groups = components.options, copy.copy(components.groups)
+        if components.slices is not None:
+            groups.gradients = None  # the graph of a slice is the same on any number of ranks
         self._context = StepContext(
             options.config, groups, components.index, components.agreement, components.sharded, options.shard,
-            components.reduces_each_call, options.memory_budget, safeguard=components.safeguard is not None)
+            components.reduces_each_call, options.memory_budget, safeguard=components.safeguard is not None,
+            slices=components.slices is not None)
         self._steps = self._variant(run_step, on_loss=self._before_run)
         self._accumulates = self._variant(run_accumulate, on_loss=self._before_run, reduce_gradients=False)
         self._updates = self._variant(run_update)
-        self._updates_apart = options.accumulate > 1 and (groups.gradients or groups.shards) is None
+        self._updates_apart = options.accumulates and (groups.gradients or groups.shards) is None
         self._ends = False  # the call under way ends an accumulation
         self._known: set[tuple[Any, ...]] = set()  # updates that were compiled
         self._settings = _dynamo_settings()
@@ -88,8 +94,9 @@ class StepGraphs:
 
     def _variant(self, function: Callable[..., Any], **options: Any) -> _Variant:
         compiler = StepCompiler(self._context, self._components.report, self._state, **options)
-        compiling = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True,
-                                  dynamic=self._components.options.config.dynamic)
+        # Slices of one size have one code, whatever sizes a rank has seen before.
+        dynamic = False if self._components.slices is not None else self._components.options.config.dynamic
+        compiling = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=dynamic)
         return _Variant(compiler, compiling, run_cached_graphs(compiling))
 
     def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
@@ -100,12 +107,35 @@ class StepGraphs:
         """
         check_contexts()
         self._ends = not accumulates
+        if self._components.slices is not None:
+            return self._run_slice(batch, named, accumulates=accumulates)
         if accumulates or not self._updates_apart:
             return self._run(self._accumulates if accumulates else self._steps, batch, named)
         loss, rest, mean, present = self._run(self._accumulates, batch, named)
         applied = self._run(self._updates, self._with_earlier(present), mean is not None)
         clear_accumulated(self._state.now.gradient_sums, self._state.mean.sums)
         return loss, rest, mean, *applied
+
+    def _run_slice(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
+        """Run a slice, add what it gives to that of the slices before it, and update by the sums over all."""
+        state, slices, num_slices = self._state, self._components.slices, self._components.options.slices
+        loss, rest, mean, present = self._run(self._accumulates, batch, named)
+        gradients, means, buffers = state.now.gradient_sums, state.mean.sums, state.kept_buffers.taken()
+        slices.add([*gradients, means, *buffers], ends=not accumulates)
+        if accumulates:
+            return loss, rest, mean, present
+        present, changed = self._with_earlier(present), [True] * len(buffers)
+        if (group := self._components.groups.gradients) is not None and group.size() > 1:
+            state.agree_on_slices(is_mean=mean is not None)
+            with explained(group, "the sums over the slices of an update"):
+                changed = state.kept_buffers.changed(buffers, self._components.options.accumulate)
+                found = found_by_any([torch.tensor(present, device=self._components.device), *changed], group)
+                present, changed = tuple(found[:len(present)]), found[len(present):]
+                of_all = zip([*gradients, *buffers, means], [*found, mean is not None])
+                sum_over_ranks([each for each, is_there in of_all if is_there], group)
+        state.kept_buffers.add(buffers, changed, num_slices)
+        applied = self._run(self._updates, present, mean is not None)
+        return loss, rest, mean and means[0] / means[1], *applied
 
     def _run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         if not variant.compiler.not_run:  # a first run is one that more is looked at around
@@ -163,7 +193,8 @@ class StepGraphs:
         Raises:
             NotCompiled: there is none; nothing has run.
         """
-        self._state.keep_buffers(cached=True)
+        if variant is not self._updates:
+            self._state.keep_buffers(cached=True)
         recorded = torch.is_grad_enabled()
         try:  # no `with torch.no_grad()`, whose methods are Python's: an interrupt in them would leave it on
             set_grad_enabled(False)
@@ -177,7 +208,8 @@ class StepGraphs:
         self._state.prepare()
         inputs = self._static_inputs()
         gradients = grad_versions(inputs.params)
-        self._state.keep_buffers()
+        if variant is not self._updates:
+            self._state.keep_buffers()
         step_model = self._components.step_model
 
         def compile_and_run() -> tuple[Any, ...]:

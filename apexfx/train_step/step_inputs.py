@@ -23,7 +23,8 @@ class StepInputs:
         means: `StepMean.sums`, of a loss that is a `Mean`; None where no calls accumulate.
         slots: all else that the end of a step reads and writes: an optimizer's state, learning rates, the loss scale.
         scale: of these, what the loss is multiplied with; None where nothing is.
-        calls: how many calls make up an update.
+        calls: over how many losses an update averages, but for an average over ranks.
+        slices: whether each of them is of a slice, whose gradients something else adds up.
         group: the name of the process group that gradients are averaged over, or None.
         divisor: by how much that divides the sum of the ranks' gradients.
         plan: a `Plan` as text.
@@ -40,6 +41,7 @@ class StepInputs:
     slots: list[Tensor] = field(default_factory=list)
     scale: Tensor | None = None
     calls: int = 1
+    slices: bool = False
     group: str | None = None
     divisor: int = 1
     plan: str = ""

@@ -34,7 +34,7 @@ def in_order(options: StepOptions, loss_scaling: float | str | None, optimizers:
                                                safeguard is not None and safeguard.spike_factor is not None),
         (skips or reads_norms or max_norm is not None) and Norm(skips, reads_norms or safeguard is not None,
                                                                 "safeguard" if loss_scaling is None else "scaler", sharded_over),
-        safeguard is not None and Judge(safeguard.window, safeguard.spike_factor, options.accumulate),
+        safeguard is not None and Judge(safeguard.window, safeguard.spike_factor, options.num_losses),
         *own["before_clip"],
         max_norm not in (None, math.inf) and Clip(max_norm, epsilon, sharded_over),
         *own["after_clip"],
