@@ -228,7 +228,9 @@ def _is_operand(val: Any) -> bool:
     """Return whether code that is called may be given a value."""
     if isinstance(val, torch.SymInt):
         return True
-    offset = val.storage_offset() * val.element_size() if isinstance(val, Tensor) else None
+    if not isinstance(val, Tensor) or val.is_conj() or val.is_neg():  # which a call is not implemented for
+        return False
+    offset = val.storage_offset() * val.element_size()
     return isinstance(offset, int) and offset % _ALIGNED == 0
 
 

@@ -123,6 +123,14 @@ def random_amid(x, *weights):
     return x
 
 
+def a_conjugate_that_is_an_operand(x, *weights):
+    turned = torch.view_as_complex(x.view(ROWS, WIDTH // 2, 2)).conj()
+    for weight in weights:
+        y = torch.view_as_complex((x @ weight).view(ROWS, WIDTH // 2, 2))
+        x = torch.view_as_real(y * turned).reshape(ROWS, WIDTH).tanh().cos()
+    return x
+
+
 def differentiated(x, *weights):
     leaves = [weight.detach().requires_grad_() for weight in weights]
     loss = plain(x, *leaves).square().sum()
@@ -143,6 +151,7 @@ PROGRAMS = {
     written_amid: [(4, 6, 3, 1)],
     written_behind: [(4, 6, 2, 1)],
     random_amid: [(4, 10, 3, 1)],
+    a_conjugate_that_is_an_operand: [],
     differentiated: [(4, 13, 6, 2), (5, 7, 2, 3)],
 }
 
