@@ -190,7 +190,9 @@ class _Run:
         most = max(alike.values(), key=len, default=[])
         results = sorted(set().union(*(self._results(places) for places, _ in most)))
         copies = [[self._nodes[place] for place in places] for places, _ in most]
-        if len(most) < least_copies or not all(isinstance(value(copies[0][place]), Tensor) for place in results):
+        if len(most) < least_copies or not results:  # views alone, which are made behind a call
+            return None
+        if not all(isinstance(value(copies[0][place]), Tensor) for place in results):
             return None
         return Repeat(copies, [operands for _, operands in most], results)
 

@@ -131,6 +131,11 @@ def a_conjugate_that_is_an_operand(x, *weights):
     return x
 
 
+def views_alone(x, *weights):
+    parts = [(weight.t()[1:].t(), weight[2:].view(-1), weight.view(2, -1).t()) for weight in weights]
+    return x.sin(), *(each for part in parts for each in part)
+
+
 def differentiated(x, *weights):
     leaves = [weight.detach().requires_grad_() for weight in weights]
     loss = plain(x, *leaves).square().sum()
@@ -152,6 +157,7 @@ PROGRAMS = {
     written_behind: [(4, 6, 2, 1)],
     random_amid: [(4, 10, 3, 1)],
     a_conjugate_that_is_an_operand: [],
+    views_alone: [],
     differentiated: [(4, 13, 6, 2), (5, 7, 2, 3)],
 }
 
