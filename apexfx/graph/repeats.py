@@ -190,7 +190,9 @@ class _Run:
         most = max(alike.values(), key=len, default=[])
         results = sorted(set().union(*(self._results(places) for places, _ in most)))
         copies = [[self._nodes[place] for place in places] for places, _ in most]
-        if len(most) < least_copies or not all(isinstance(value(copies[0][place]), Tensor) for place in results):
+        if len(most) < least_copies or not results:  # views alone, which are made behind a call
+            return None
+        if not all(isinstance(value(copies[0][place]), Tensor) for place in results):
             return None
         return Repeat(copies, [operands for _, operands in most], results)
 
@@ -228,7 +230,9 @@ def _is_operand(val: Any) -> bool:
     """Return whether code that is called may be given a value."""
     if isinstance(val, torch.SymInt):
         return True
-    offset = val.storage_offset() * val.element_size() if isinstance(val, Tensor) else None
+    if not isinstance(val, Tensor) or val.is_conj() or val.is_neg():  # which a call is not implemented for
+        return False
+    offset = val.storage_offset() * val.element_size()
     return isinstance(offset, int) and offset % _ALIGNED == 0
 
 

@@ -125,6 +125,19 @@ def random_amid(x, *weights):
     return x
 
 
+def a_conjugate_that_is_an_operand(x, *weights):
+    turned = torch.view_as_complex(x.view(ROWS, WIDTH // 2, 2)).conj()
+    for weight in weights:
+        y = torch.view_as_complex((x @ weight).view(ROWS, WIDTH // 2, 2))
+        x = torch.view_as_real(y * turned).reshape(ROWS, WIDTH).tanh().cos()
+    return x
+
+
+def views_alone(x, *weights):
+    parts = [(weight.t()[1:].t(), weight[2:].view(-1), weight.view(2, -1).t()) for weight in weights]
+    return x.sin(), *(each for part in parts for each in part)
+
+
 def differentiated(x, *weights):
     leaves = [weight.detach().requires_grad_() for weight in weights]
     loss = plain(x, *leaves).square().sum()
@@ -145,6 +158,8 @@ PROGRAMS = {
     written_amid: [(4, 6, 3, 1)],
     written_behind: [(4, 6, 2, 1)],
     random_amid: [(4, 10, 3, 1)],
+    a_conjugate_that_is_an_operand: [],
+    views_alone: [],
     differentiated: [(4, 13, 6, 2), (5, 7, 2, 3)],
 }
 
