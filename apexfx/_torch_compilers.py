@@ -439,7 +439,7 @@ def with_numbers(said: str, error: BaseException) -> str:
     graph = _output_graph(error)
     sizes = getattr(graph.shape_env, "backed_var_to_val", {}) if graph is not None else {}  # a torch without it: names
     numbers = {str(name): str(size) for name, size in sizes.items()}
-    return re.sub(r"\bs\d+\b", lambda name: numbers.get(name[0], name[0]), said)
+    return re.sub(r"\b(s\d+)\b(?:: hint = \d+)?", lambda name: numbers.get(name[1], name[0]), said)  # 2.14 has a hint
 
 
 def _output_graph(error: BaseException) -> Any:

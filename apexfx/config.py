@@ -193,7 +193,8 @@ _LOSS_SCALING = ": the graphs hold no loss scaling; use torch.amp.GradScaler, or
 _OF_TRANSFORM = {
     **_ELSEWHERE,
     **dict.fromkeys(("loss_fn", "optimizer", "objective", "max_grad_norm", "accumulate", "keep_grads", "memory_budget",
-                     "fallback", "safeguard", "shard", "ema", "parts", "modules"), ": an option of train_step()."),
+                     "fallback", "safeguard", "shard", "ema", "parts", "modules", "slices", "seed"),
+                    ": an option of train_step()."),
     **dict.fromkeys(("loss_scale", "min_loss_scale", "max_loss_scale", "num_losses"), _LOSS_SCALING),
 }
 _OF_STEP = {
