@@ -268,7 +268,7 @@ FAULTS = (
     Fault("what earlier calls of an accumulation wrote is put back", "compiler/buffers_put_back.py",
           "if self._kept is None and (", "if (", _SAFEGUARD),
     Fault("what a call kept that did not run is forgotten", "train_step/state.py",
-          "self._kept_buffers.forget()  # of a call that failed, or was captured alone", "pass", _SAFEGUARD),
+          "self.kept_buffers.forget()  # of a call that failed, or was captured alone", "pass", _SAFEGUARD),
     Fault("an optimizer outside of the graph is skipped", "train_step/state.py",
           "if not (self._components.may_skip or self.mean.last is not None) or not is_skipped(verdict):", "if True:", _SAFEGUARD),
     Fault("inputs that share memory are looked up in what is updated", "graph/shared_memory.py",
