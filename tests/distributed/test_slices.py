@@ -142,6 +142,7 @@ FAULTS = {  # program, number of ranks, what is patched, of the step of all rank
 }
 
 
+@pytest.mark.long
 @on_ranks(2, 4)
 def test_planted_faults_have_other_bits(rank, world_size):
     torch.compiler.config.force_disable_caches = True  # which would have what was traced without the fault
