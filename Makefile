@@ -26,6 +26,8 @@ test: $(VENV)/.tests
 
 test-long: $(VENV)/.tests
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long or not long" tests
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/world tests/train_step \
+		--outline-everything
 
 lint: | $(BIN)/python
 	$(BIN)/python -m pip install -q "pip>=25.1"

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tabulate import tabulate
 from torch import Tensor
 
 from ._torch import tree_leaves, tree_map
+from .observe.digests import digest
 from .train_step import TrainStep
 from .train_step.model import check_traceable
 from .train_step.step import given_by_slices
@@ -80,19 +80,15 @@ def check_bits(step: TrainStep, batch: tuple[Any, ...], named: dict[str, Any], r
         share = slices // number
         given = [row for first in range(0, slices, share) for row in _given(step, parts[first:first + share], first)]
         where = next((f"slice {place} parts at {name}" for place, (one, many) in enumerate(zip(alone, given)) for name in one
-                      if _bytes(one[name]) != _bytes(many[name])), "")
-        digest = hashlib.sha256(b"".join(_bytes(each) for row in given for each in row.values()))
-        rows.append(BitsRow(number, digest.hexdigest(), where))
+                      if one[name] != many[name]), "")
+        digests = "".join(each for row in given for each in row.values())
+        rows.append(BitsRow(number, hashlib.sha256(digests.encode()).hexdigest(), where))
     return Bits(tuple(rows))
 
 
-def _given(step: TrainStep, parts: Sequence[Any], first: int) -> list[dict[str, Tensor]]:
-    """Return what slices give, by name, where a copy of the step begins with the first of these."""
+def _given(step: TrainStep, parts: Sequence[Any], first: int) -> list[dict[str, str]]:
+    """Return digests of what slices give, by name, where a copy of the step begins with the first of these."""
     model, objective, optimizer = copy.deepcopy((step.model, step.objective, step.optimizer))
     config = dataclasses.replace(step.config, inner="eager", inner_options={}, ddp=False, process_group=None)
     copied = TrainStep(model, objective, optimizer, dataclasses.replace(step.options, config=config, memory_budget=None))
-    return given_by_slices(copied, parts, first, step)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [{name: digest(each) for name, each in row.items()} for row in given_by_slices(copied, parts, first, step)]

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 import tests.quick_compiles  # noqa: F401
-from apexfx.compiler import inner_compilers
-from apexfx.passes import outline_layers
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or Inductor compiles a probe of the CPU for every new cache
 
@@ -25,6 +23,9 @@ def _outline_everything(request):
     if not request.config.getoption("--outline-everything"):
         yield
         return
+    from apexfx.compiler import inner_compilers  # behind the setting above, which Inductor reads when it is imported
+    from apexfx.passes import outline_layers
+
     before_eager = inner_compilers.copy_where_no_view_is
 
     def outlined(graph):

@@ -424,9 +424,10 @@ class TrainStep:
         if self._replicas is not None:
             self._replicas.finish()
         if num_calls := self._state.num_accumulated_calls():
-            raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of "
-                               f"{self._components.options.accumulate} calls that accumulate gradients; save after the call "
-                               "that applies them, or call flush() before")
+            options = self._components.options
+            raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of {options.accumulate} calls that accumulate "
+                               "gradients; save after the call that applies them" + (", or call flush() before"
+                                                                                     if options.slices is None else ""))
         components = self._components
         if full and components.of_rows and components.agreement is not None:
             components.agreement.ensure("calls before step.state_dict(full=True), which gathers", [self._state.num_calls])

@@ -64,20 +64,23 @@ def test_every_byte_is_the_same_and_random_numbers_of_the_user_stay(rank, world_
     assert len({each for row in everywhere for each in row}) == 1
 
 
-@on_ranks(2)
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(rank, world_size):
-    for name in ("convolution", "mean"):
-        one, many = digests(name, rank, world_size, range(4))
-        first = make(name, ddp=True)
-        train(first, name, range(2), rank, world_size)
-        file = io.BytesIO()
-        torch.save(first.state_dict(), file)
-        alone = make(name)  # 2 -> 1
-        alone.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
-        assert train(alone, name, [2]) == one[2:3]
-        again = make(name, ddp=True)  # 1 -> 2
-        again.load_state_dict(alone.state_dict())
-        assert train(again, name, [3], rank, world_size) == one[3:]
+@table(1, "name", ["convolution", "mean"])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(name):
+    run_ranks(goes_on, 2, name)
+
+
+def goes_on(rank, world_size, name):
+    one = train(make(name), name, range(4))
+    first = make(name, ddp=True)
+    train(first, name, range(2), rank, world_size)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    alone = make(name)  # 2 -> 1
+    alone.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    assert train(alone, name, [2]) == one[2:3]
+    again = make(name, ddp=True)  # 1 -> 2
+    again.load_state_dict(alone.state_dict())
+    assert train(again, name, [3], rank, world_size) == one[3:]
 
 
 @on_ranks(2)

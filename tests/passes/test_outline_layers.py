@@ -17,6 +17,7 @@ from apexfx.graph.mutation import storages
 from apexfx.graph.nodes import value
 from apexfx.passes import outline_layers
 from apexfx.passes.outline_layers import OutlineLayers, invoke_subgraph
+from tests.passes.blocks import Block
 from tests.tables import table
 
 WIDTH, ROWS, LAYERS = 16, 4, 5
@@ -262,14 +263,17 @@ def test_code_has_the_numbers_of_eager(program, door):
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (eager, compiled)]
     if door == "train_step":
         step = apexfx.train_step(compiled, loss_of, optimizers[1], opt_level="O0")
-        losses = [float(step(x)) for _ in range(2)]
+        losses, report = [float(step(x)) for _ in range(2)], step.report
     else:
         model, losses = apexfx.transform(compiled, opt_level="O0"), []
+        report = model.report
         for _ in range(2):
             losses.append(loss_of(model(x)))
             losses[-1].backward()
             optimizers[1].step()
             optimizers[1].zero_grad()
+    assert not PROGRAMS[program] or any(
+        "invoke_subgraph" in text for stage in report.graphs[0].stages for text in (stage.lowered, stage.passes[-1].code))
     for found in losses:
         loss = loss_of(eager(x))
         torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64), loss.detach(), rtol=1e-10, atol=0)
@@ -279,18 +283,9 @@ def test_code_has_the_numbers_of_eager(program, door):
     torch.testing.assert_close(list(compiled.parameters()), list(eager.parameters()), rtol=0, atol=1e-10)
 
 
-class Block(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), dropout
-
-    def forward(self, x):
-        return x + self.down(F.dropout(F.gelu(self.up(x)), self.dropout))
-
-
 def trained(*, layers=4, dropout=0.0, steps=2, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(dropout) for _ in range(layers)))
+    model = nn.Sequential(*(Block(WIDTH, dropout) for _ in range(layers)))
     step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-3), **{"opt_level": "O0", **options})
     for _ in range(steps):
         step(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
@@ -314,8 +309,10 @@ def test_a_profile_and_a_report_name_each_copy():
 @table(1, "dropout", [0.5, 0.0])
 def test_steps_are_those_without_the_pass(dropout):
     """The random numbers of each copy are its own."""
-    parameters = [list(trained(dropout=dropout, skip=skip).model.parameters()) for skip in ((), ("outline_layers",))]
-    torch.testing.assert_close(*parameters, rtol=0, atol=1e-6)
+    outlined, plain = (trained(dropout=dropout, skip=skip) for skip in ((), ("outline_layers",)))
+    assert [step.report.graphs[0].stages[-1].passes[-1].name for step in (outlined, plain)] == ["outline_layers", "recompute"]
+    # Two updates of AdamW move each element by 2e-3: other random numbers would show.
+    torch.testing.assert_close(list(outlined.model.parameters()), list(plain.model.parameters()), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -327,3 +324,15 @@ def test_a_call_returns_memory_of_its_own(program):
         assert len(frozenset().union(*results)) == len(results)
         assert not frozenset().union(*results) & storages([value(operand) for operand in call.args[2:]])
 
+
+
+def test_what_communicates_or_waits_is_in_no_copy():
+    graph, given = fx.Graph(), torch.zeros(ROWS, WIDTH)
+    x = graph.placeholder("x")
+    calls = [graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0")),
+             graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,)),
+             graph.call_function(torch.ops.apexfx.own_rows.default, (x, 2, "0")),
+             graph.call_function(torch.ops.aten.sin.default, (x,))]
+    for node in (x, *calls):
+        node.meta["val"] = given
+    assert [outline_layers._may_repeat(node) for node in calls] == [False, False, False, True]

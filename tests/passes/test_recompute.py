@@ -10,20 +10,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import apexfx
 from apexfx.passes.recompute import Recompute
+from tests.passes.blocks import Block
 from tests.tables import table
 
 WIDTH, ROWS = 64, 1024
-
-
-class Block(nn.Module):
-    """What gelu reads, its own backward reads too; what it returns, the product behind it reads."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), dropout
-
-    def forward(self, x):
-        return x + self.down(F.dropout(F.gelu(self.up(x)), self.dropout))
 
 
 class Again(apexfx.Pass):
@@ -39,7 +29,7 @@ class Again(apexfx.Pass):
 
 def trained(dropout=0.0, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(dropout) for _ in range(4)))
+    model = nn.Sequential(*(Block(WIDTH, dropout) for _ in range(4)))
     step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-3),
                              **{"opt_level": "O0", "inner": "eager", **options})
     for _ in range(3):

@@ -182,7 +182,7 @@ def test_an_update_is_whole_or_not_there():
     step(*data[0])
     with pytest.raises(RuntimeError, match="after 1 of 4 slices of this rank"):
         step.flush()
-    with pytest.raises(RuntimeError, match="after 1 of 4 calls that accumulate"):
+    with pytest.raises(RuntimeError, match="after 1 of 4 calls that accumulate .* applies them$"):  # flush() is refused
         step.digest()
     for each in data[1:]:
         step(*each)
