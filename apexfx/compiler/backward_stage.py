@@ -60,8 +60,12 @@ class BackwardPasses(CustomGraphPass):
     def run(self, gm: fx.GraphModule) -> StageReport:
         """Run the backward stage over `gm` and put it in the report."""
         capture.name_inputs(gm, self._placeholders)
+        self._prepare(gm)
         self._record.backward = self._report_of(gm, random_inputs(gm))
         return self._record.backward
+
+    def _prepare(self, gm: fx.GraphModule) -> None:
+        """Do to `gm` what the passes count on."""
 
     def _report_of(self, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None) -> StageReport:
         """Run the passes over `gm`, and return what they did."""
@@ -106,8 +110,11 @@ class BackwardPasses(CustomGraphPass):
             self._user_pass(gm.graph)
         capture.name_inputs(gm, self._placeholders)
         if self.is_train_step or is_backward:
-            report = self._report_of(gm, None)
-            self._record.backward = self._record.backward or report  # of what came from a cache that had lost it
+            self._prepare(gm)
+            if self._record.backward is None:  # of what came from a cache that had lost it
+                self._record.backward = self._report_of(gm, None)
+            else:
+                self._pipeline.rewrite(self._stage(is_backward), gm)
         if self.prover is not None:
             self.prover.at_first_call(code, gm, self._stage(is_backward))
 

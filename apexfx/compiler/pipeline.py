@@ -62,6 +62,7 @@ class Pipeline:
         for pass_ in self.stage(stage):
             entry, text, rows = self._run_pass(pass_, stage, gm, inputs, text, rows)
             report.passes.append(entry)
+        gm.recompile()
         if stage == "forward":
             report.ops = op_dtypes(gm)
         else:
@@ -76,12 +77,13 @@ class Pipeline:
         entries = [self._run_pass(pass_, stage, gm, None, "", order.rows(gm.graph))[0] for pass_ in self.stage("code")]
         return [entry for entry in entries if entry.matches]
 
-    def _run_pass(self, pass_: Pass, stage: str, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None, text: str,
-                  rows_before: list[order.NodeSnapshot]) -> tuple[PassReport, str, list[order.NodeSnapshot]]:
-        """Run a pass; return its report, and the graph's Python and rows after it, which are given as they are before it."""
-        each = self.verify == "each" and inputs is not None
-        before = verification.snapshot(gm) if each else None
-        ops_before, nodes_before = count_ops(gm), _num_nodes(gm)
+    def rewrite(self, stage: str, gm: fx.GraphModule) -> None:
+        """Run the passes of `stage` over a graph that was reported in another form, and report nothing."""
+        for pass_ in self.stage(stage):
+            self._apply(pass_, gm)
+
+    def _apply(self, pass_: Pass, gm: fx.GraphModule) -> tuple[bool, float]:
+        """Run a pass, mark the nodes that it makes, and return whether it says that it changed anything, and its milliseconds."""
         known = {node for graph in graphs(gm) for node in graph.graph.nodes}
         pass_.begin()
         start = time.perf_counter()
@@ -94,15 +96,22 @@ class Pipeline:
             raise PassError(pass_.name, f"failed: {type(error).__name__}: {error}") from error
         if result is None or not isinstance(result, PassResult):
             raise PassError(pass_.name, f"call() returned {result!r}, expected a PassResult")
-        if result.modified:
-            gm.recompile()
         ms = 1e3 * (time.perf_counter() - start)
         for node in (node for graph in graphs(gm) for node in graph.graph.nodes if node not in known):
             node.meta[PASS] = pass_.name
         invariants.check(gm, pass_name=pass_.name)
+        return result.modified, ms
+
+    def _run_pass(self, pass_: Pass, stage: str, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None, text: str,
+                  rows_before: list[order.NodeSnapshot]) -> tuple[PassReport, str, list[order.NodeSnapshot]]:
+        """Run a pass; return its report, and the graph's Python and rows after it, which are given as they are before it."""
+        each = self.verify == "each" and inputs is not None
+        before = verification.snapshot(gm) if each else None
+        ops_before, nodes_before = count_ops(gm), _num_nodes(gm)
+        modified, ms = self._apply(pass_, gm)
         rows = order.rows(gm.graph)
         order.check(rows_before, rows, pass_.name)
-        if before is not None and (result.modified or verification.differ(before, gm)):
+        if before is not None and (modified or verification.differ(before, gm)):
             verification.check_tier(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
         ops_after, artifacts = count_ops(gm), pass_.artifacts()
         report = PassReport(
@@ -112,7 +121,7 @@ class Pipeline:
             artifacts=artifacts if isinstance(artifacts, Artifacts) else Artifacts.from_json(artifacts),
             warning=None if pass_.matches else pass_.why_no_match(gm),
         )
-        if result.modified or rows != rows_before:
+        if modified or rows != rows_before:
             text = printing.to_python(gm)
         report.code = printing.with_header(text, gm, f"{stage} graph after {pass_.name} ({ms:.1f} ms)")
         self._publish(report)

@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from ..graph.printing import count_text, first_names
 from ..host_memory import free_bytes, give_back_memory
 from ..observe.beside_float64 import BesideFloat64, CallsOfCode, Handed, OpByOp
 from ..observe.bundle import exact_copy
-from ..observe.code_errors import Compared, Errors, is_suspect, scales
+from ..observe.code_errors import Compared, Errors, is_near_ops, is_suspect, scales
 from ..random_state import forked_random
 from ..report.data import Report
 from ..report.proof import Proof, TensorProof
@@ -216,15 +217,27 @@ class _Proving:
             except (NotImplementedError, ValueError, torch.OutOfMemoryError) as error:
                 return _unproved(self._stage, error)
             try:
-                compared = self._compared(by_code)
-                sizes = dict(zip(compared, scales(list(compared.values()))))
-                wrong, noise = self._beyond_rounding(compared, sizes)
+                rows, fault = self._beside_ops(by_code), ""
+                if rows is None:
+                    rows, fault = self._beside_float64(by_code)
             except Exception as error:  # of any class: an op has no eager form, or none for this
                 return _unproved(self._stage, error)
-            rows = tuple(_row(each, sizes[key], Errors.of(noise[key]) if key in noise else each.of_ops, is_wrong=key in wrong)
-                         for key, each in compared.items())
-            fault = self._described([(compared[key], sizes[key]) for key in wrong]) if wrong else ""
         return _Outcome(Proof(self._stage, rows, time.perf_counter() - begun, fault=fault), outputs)
+
+    def _beside_ops(self, by_code: Mapping[Key, Tensor]) -> tuple[TensorProof, ...] | None:
+        """Return the distances of the code from the ops; None where one of them is no proof."""
+        compared = self._compared(by_code, widens=False)
+        sized = list(zip(compared.values(), scales(list(compared.values()))))
+        return tuple(_row(each, size, None) for each, size in sized) if all(starmap(is_near_ops, sized)) else None
+
+    def _beside_float64(self, by_code: Mapping[Key, Tensor]) -> tuple[tuple[TensorProof, ...], str]:
+        """Return the errors of the code, and what is to be said where it is wrong."""
+        compared = self._compared(by_code)
+        sizes = dict(zip(compared, scales(list(compared.values()))))
+        wrong, noise = self._beyond_rounding(compared, sizes)
+        rows = tuple(_row(each, sizes[key], Errors.of(noise[key]) if key in noise else each.of_ops, is_wrong=key in wrong)
+                     for key, each in compared.items())
+        return rows, self._described([(compared[key], sizes[key]) for key in wrong]) if wrong else ""
 
     def _run_code(self) -> tuple[Sequence[Any], dict[Key, Tensor]]:
         """Run the code; return its outputs, and what of it is compared."""
@@ -243,16 +256,17 @@ class _Proving:
         return {place: torch.tensor([addresses.get(x.untyped_storage().data_ptr(), -1)]) for place, x in enumerate(outputs)
                 if isinstance(x, Tensor) and x.layout == torch.strided and self._stage != "backward"}
 
-    def _run_ops(self, inputs: Sequence[Any], observe: Callable[..., None] | None = None, *,
-                 communicates: bool = True) -> dict[Key, _Value]:
+    def _run_ops(self, inputs: Sequence[Any], observe: Callable[..., None] | None = None, *, communicates: bool = True,
+                 widens: bool = True) -> dict[Key, _Value]:
         """Run the graph op by op on copies of inputs, with the random numbers that the code drew.
 
         Args:
             communicates: whether collectives get what the code handed over; else what the ops give for these inputs.
+            widens: whether in float64, too.
         """
         copies = list(map(_copy, inputs))
         handed = self._handed if communicates else {op: x for op, x in self._handed.items() if not starts_collective(op)}
-        beside = BesideFloat64(self._gm, handed, observe)
+        beside = BesideFloat64(self._gm, handed, observe, widens=widens)
         with forked_random(self._devices):
             outputs = beside.run(*copies)
         found: dict[Key, _Value] = {("output", place): _Value(x, wide) for place, (x, wide) in enumerate(
@@ -267,8 +281,8 @@ class _Proving:
             self._names["handed", place] = _name_of_handed(pair)
         return found
 
-    def _compared(self, by_code: Mapping[Key, Tensor]) -> dict[Key, Compared]:
-        compared, values = {}, self._run_ops(self._inputs, self._note_gradient)
+    def _compared(self, by_code: Mapping[Key, Tensor], *, widens: bool = True) -> dict[Key, Compared]:
+        compared, values = {}, self._run_ops(self._inputs, self._note_gradient, widens=widens)
         overflows = not math.isfinite(sum(self._gradients_read.values()))  # and the ops, unlike the code maybe, skip the update
         for key, each in values.items():
             if overflows and key[0] == "change":
@@ -279,7 +293,7 @@ class _Proving:
             if each.before is None or not (_same(code, each.before) and _same(each.ops, each.before)):
                 is_plain = key[0] == "change" and key[1] in self._updated
                 compared[key] = Compared(self._named(key), self._kind(key), code, *each[:3],
-                                         narrowest=each.wide.dtype if is_plain else self._narrowest)
+                                         narrowest=torch.float64 if is_plain else self._narrowest)
         return compared
 
     def _note_gradient(self, node: fx.Node, ops: Any, wide: Any) -> None:
@@ -364,10 +378,10 @@ class _Proving:
                 "the same, verify='off' leaves it out without a word")
 
 
-def _row(each: Compared, size: Errors, of_ops: Errors, *, is_wrong: bool) -> TensorProof:
+def _row(each: Compared, size: Errors, of_ops: Errors | None, *, is_wrong: bool = False) -> TensorProof:
     norm, largest = (size.norm or 1.0, size.largest or 1.0)
-    return TensorProof(each.name, each.of_code.norm / norm, of_ops.norm / norm, each.of_code.largest / largest,
-                       of_ops.largest / largest, is_wrong)
+    return TensorProof(each.name, each.of_code.norm / norm, of_ops and of_ops.norm / norm, each.of_code.largest / largest,
+                       of_ops and of_ops.largest / largest, is_wrong)
 
 
 def _name_of_handed(pair: Handed) -> tuple[str, str]:

@@ -42,7 +42,7 @@ class Compared:
     Attributes:
         name: what it is.
         kind: of tensors whose sizes are compared.
-        code, ops, wide: what each gave.
+        code, ops, wide: what each gave; `ops` itself is `wide` where nothing was computed in float64.
         before: what was there, of one that is written: it is judged by its change; else None.
         narrowest: the dtype by which its error is looked at.
         size: its norm, and largest element, or those of its change.
@@ -62,7 +62,7 @@ class Compared:
 
     def __post_init__(self) -> None:
         self.size = self._size()
-        of_ops = self._of_finite(self.ops)
+        of_ops = Errors(0.0, 0.0) if self.wide is self.ops else self._of_finite(self.ops)
         self.of_ops = of_ops or Errors.of(self.distances(self.ops))
         self.of_code = of_ops and self._of_finite(self.code) or Errors.of(self._distances_of_code())
 
@@ -157,3 +157,11 @@ def is_suspect(each: Compared, of_code: Errors, size: Errors) -> bool:
         size: by what errors are measured.
     """
     return any(code > each.times * ops and code > each.least * whole for code, ops, whole in zip(of_code, each.of_ops, size))
+
+
+def is_near_ops(each: Compared, size: Errors) -> bool:
+    """Return whether code is so near to the ops, with `ops` as `wide`, that it is no suspect whatever float64 gives.
+
+    An error that is many times that of the ops, and more than is looked at, is for the most part a distance from them.
+    """
+    return not any(code > each.least * whole / 2 for code, whole in zip(each.of_code, size))

@@ -15,21 +15,22 @@ _MAX_ROWS = 12  # of a graph, those that are farthest off
 
 @dataclass(frozen=True)
 class TensorProof:
-    """A tensor that leaves a graph, or that its code hands to an op: how far it is from float64, over its size.
+    """A tensor that leaves a graph, or that its code hands to an op: how far the code has it off, over its size.
 
     Attributes:
         name: "gradient of 0.weight", "change of 0.weight", "output 3".
-        code: the error of the code, norm over norm.
-        ops: that of the graph, op by op, in its own dtypes; where the code was suspected, the largest on inputs a rounding away.
+        code: the error of the code, norm over norm; its distance from the ops where `ops` is None.
+        ops: the error of the graph, op by op, in its own dtypes; where the code was suspected, the largest on inputs a rounding
+            away. None where the code is so near to the ops that nothing was computed in float64.
         worst_code, worst_ops: the same of the element that is farthest off, over the largest.
         is_wrong: whether the code is too far off.
     """
 
     name: str
     code: float
-    ops: float
+    ops: float | None
     worst_code: float
-    worst_ops: float
+    worst_ops: float | None
     is_wrong: bool = False
 
     @property
@@ -62,9 +63,9 @@ class Proof:
         worst = max(self.rows, key=lambda row: row.code, default=None)
         if self.fault or worst is None:
             return self.fault or "code proved: it gives no tensor"
-        times = f"{worst.ratio:.1f} times the error of the ops" if worst.ops else "where the ops have none"
-        return (f"code proved: {count_text(len(self.rows), 'tensor')}, worst {worst.code:.1e} of its size off, {times}, "
-                f"{worst.name}")
+        off = "from the ops" if worst.ops is None else \
+            f"off, {f'{worst.ratio:.1f} times the error of the ops' if worst.ops else 'where the ops have none'}"
+        return f"code proved: {count_text(len(self.rows), 'tensor')}, worst {worst.code:.1e} of its size {off}, {worst.name}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the proof as JSON-able values; `from_json` reads them back."""
@@ -82,9 +83,12 @@ def proof_text(proofs: Sequence[tuple[int, Proof]]) -> str:
     for index, proof in proofs:
         lines.append(f"graph {index}, {proof.stage}: {proof}")
         rows = sorted(proof.rows, key=lambda row: (not row.is_wrong, -row.code))
-        table = [("wrong" if row.is_wrong else "", row.name, f"{row.code:.1e}", f"{row.ops:.1e}", f"{row.worst_code:.1e}",
-                  f"{row.worst_ops:.1e}") for row in rows[:_MAX_ROWS]]
-        if table:
+        if rows and rows[0].ops is None:
+            table = [(row.name, f"{row.code:.1e}", f"{row.worst_code:.1e}") for row in rows[:_MAX_ROWS]]
+            lines.append(tabulate(table, headers=("tensor", "from the ops", "worst element"), disable_numparse=True))
+        elif rows:
+            table = [("wrong" if row.is_wrong else "", row.name, f"{row.code:.1e}", f"{row.ops:.1e}", f"{row.worst_code:.1e}",
+                      f"{row.worst_ops:.1e}") for row in rows[:_MAX_ROWS]]
             headers = ("", "tensor", "code", "ops", "worst element, code", "ops")
             lines.append(tabulate(table, headers=headers, disable_numparse=True))
         if rows[_MAX_ROWS:]:

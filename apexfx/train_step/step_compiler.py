@@ -404,11 +404,13 @@ class StepPasses(BackwardPasses):
         self._present, self._left_out = present, left_out
         self._on_change, self._on_communication, self._common = on_change, on_communication, common
 
-    def _report_of(self, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None) -> StageReport:
-        """Run the passes of backward and step over `gm`, and return what they did."""
+    def _prepare(self, gm: fx.GraphModule) -> None:
         refake_copies(gm)
         self._check_gradients(gm)
         _mark_sums(gm)
+
+    def _report_of(self, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None) -> StageReport:
+        """Run the passes of backward and step over `gm`, and return what they did."""
         report = self._pipeline.run("step", gm, inputs=inputs)
         report.collectives = issued(gm, self._common)
         report.memory = memory_timeline(gm, self._placeholders, report.places, self._left_out)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from apexfx.observe.code_errors import Compared, is_suspect, scales
+from apexfx.observe.code_errors import Compared, is_near_ops, is_suspect, scales
 
 
 def suspects(*compared):
@@ -90,3 +90,21 @@ def test_what_moves_on_inputs_a_rounding_away_excuses_its_element_alone():
         each = of("update", code, update, update)
         [size] = scales([each])
         assert is_suspect(each, each.of_code, size) and is_suspect(each, each.beyond(noise), size) == expected
+
+
+@pytest.mark.parametrize("narrowest", [torch.float32, torch.bfloat16], ids=str)
+def test_code_that_is_near_the_ops_is_no_suspect_in_float64(narrowest):
+    generator, near = torch.Generator().manual_seed(0), 0
+    for _ in range(2000):
+        def noise(most):
+            exponent = float(torch.empty(()).uniform_(-9, most, generator=generator))
+            return 10**exponent * torch.randn(20, dtype=torch.float64, generator=generator)
+
+        wide = torch.randn(20, dtype=torch.float64, generator=generator)
+        ops = wide + noise(0)
+        code = ops + noise(0)
+        beside_ops, beside_float64 = (Compared("x", "output", code, ops, each, narrowest=narrowest) for each in (ops, wide))
+        if is_near_ops(beside_ops, beside_ops.size):
+            near += 1
+            assert not is_suspect(beside_float64, beside_float64.of_code, beside_float64.size)
+    assert 400 < near < 1800
