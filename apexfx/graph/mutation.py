@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from .op_names import canonical_name, is_foreign
 
 _READS_DESPITE_NAME = ("requires_grad_", "retain_grad_")
 _WITH_STATISTICS = ("batch_norm", "instance_norm", "apexfx.sync_batch_norm")
+_WITH_MAX_NORM = ("embedding", "embedding_bag")
 
 
 def storages(val: Any) -> frozenset[StorageWeakRef]:
@@ -42,7 +44,7 @@ def writes_first(node: fx.Node | Call) -> bool:
 
 def written(node: fx.Node | Call) -> list[Any]:
     """Return the argument nodes that `node` writes in place, or the tensors that a call does."""
-    if node.op not in ("call_function", "call_method"):
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, OpOverload) and _only_reads(node.target):
         return []
     if isinstance(node.target, HigherOrderOperator):
         return _written_by_body(node)
@@ -54,9 +56,16 @@ def written(node: fx.Node | Call) -> list[Any]:
             sources += _perhaps_written(node)
         sources += _written_by_schema(node)
         sources += statistics(node)  # which schemas do not name
-        if canonical_name(node.target) in ("embedding", "embedding_bag") and argument(node, "max_norm") is not None:
+        if canonical_name(node.target) in _WITH_MAX_NORM and argument(node, "max_norm") is not None:
             sources.append(argument(node, "weight"))
     return [source for source in tree_leaves(sources) if isinstance(source, (fx.Node, Tensor))]
+
+
+@functools.cache
+def _only_reads(op: OpOverload) -> bool:
+    """Return whether an op writes nothing, whatever it is called with."""
+    writes = any(parameter.alias_info is not None and parameter.alias_info.is_write for parameter in op._schema.arguments)
+    return not writes and canonical_name(op) not in _WITH_STATISTICS + _WITH_MAX_NORM
 
 
 def statistics(node: fx.Node | Call) -> list[Any]:

@@ -49,8 +49,7 @@ def canonical_name(func: Callable[..., Any] | str) -> str:
     if isinstance(func, str):
         return _plain(func)
     if isinstance(func, (OpOverload, OpOverloadPacket)):
-        namespace, name = str(func).split(".")[:2]
-        return _plain(name) if namespace in ("aten", "prims") else f"{namespace}.{name}"
+        return _of_op(func)
     name = getattr(func, "__name__", None) or type(func).__name__
     module = getattr(func, "__module__", None) or "torch"  # the methods of Tensor that are written in C have none
     if module.split(".")[0] not in _TORCH_MODULES or module.startswith("torch._dynamo.variables"):  # that of nonstrict_trace
@@ -58,6 +57,12 @@ def canonical_name(func: Callable[..., Any] | str) -> str:
     if name == "fn" and "boolean_dispatch" in getattr(func, "__qualname__", ""):
         name = "pooling"  # F.max_pool2d and its kind: one wrapper that chooses by return_indices
     return _plain(name, operator="operator" in module)
+
+
+@functools.cache
+def _of_op(op: OpOverload | OpOverloadPacket) -> str:
+    namespace, name = str(op).split(".")[:2]
+    return _plain(name) if namespace in ("aten", "prims") else f"{namespace}.{name}"
 
 
 @functools.cache

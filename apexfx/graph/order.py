@@ -114,7 +114,8 @@ def memory_of(graph: fx.Graph) -> dict[fx.Node, tuple[int, ...]]:
 
 def fake_storages(node: fx.Node) -> list[torch.UntypedStorage]:
     """Return the storages of the strided tensors in the value of `node`."""
-    return [below_functorch(leaf).untyped_storage() for leaf in tree_leaves(value(node))
+    val = value(node)
+    return [below_functorch(leaf).untyped_storage() for leaf in ((val,) if isinstance(val, Tensor) else tree_leaves(val))
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
 
 
