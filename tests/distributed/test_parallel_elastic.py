@@ -53,11 +53,11 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
         dist.destroy_process_group()
 
 
-def run(folder, *args):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
-               str(EXAMPLE / "train.py"), "--folder", str(folder), *args]
+def run(folder, *args, num_ranks=2, max_restarts=1, fails=False):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
+               f"--max-restarts={max_restarts}", str(EXAMPLE / "train.py"), "--folder", str(folder), *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
     print(done.stdout)
     return done.stdout
 
@@ -79,3 +79,12 @@ def test_killed_and_restarted_ends_bitwise_where_undisturbed_ends(tmp_path):
     again = run(tmp_path / "killed")
     assert "step_00000020 is passed over" in again and "begins at step 15" in again
     assert re.findall(DIGEST, again) == digests
+
+
+@pytest.mark.long
+def test_two_ranks_go_on_for_four_of_which_one_was_killed(tmp_path):
+    [digest] = re.findall(DIGEST, run(tmp_path / "one", "--slices", "4", num_ranks=1))
+    run(tmp_path / "fewer", "--slices", "4", "--kill-rank", "3", "--kill-step", "12", num_ranks=4, max_restarts=0, fails=True)
+    fewer = run(tmp_path / "fewer", "--slices", "4")
+    assert fewer.count("begins at step 10 of step_00000010") == 2
+    assert re.findall(DIGEST, fewer) == [digest, digest] and fewer.count("skipped call 8 (batches 29 to 32): not finite") == 2
