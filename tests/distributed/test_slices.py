@@ -39,6 +39,19 @@ def same_bits(rank, world_size, names, **options):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_eight_ranks_have_them_for_fifty_updates(name):
+    run_ranks(same_bits_for_long, 8, name, timeout=900)
+
+
+def same_bits_for_long(rank, world_size, name):
+    many = train(make(name, slices=8, ddp=True), name, range(50), rank, world_size, slices=8)
+    if rank == 0:
+        one = train(make(name, slices=8), name, range(50), slices=8)
+        assert one == many and len(set(one)) == len(one), (one, many)
+
+
+@pytest.mark.long
 @table(1, "name", ["transformer", "convolution", "mean"])
 def test_so_has_compiled_code(name):
     run_ranks(same_bits_compiled, 2, name)

@@ -116,9 +116,9 @@ def batch(name, update, place):
     return PROGRAMS[name][2](torch.Generator().manual_seed(100 * update + place), update, place)
 
 
-def train(step, name, updates, rank=0, world_size=1):
+def train(step, name, updates, rank=0, world_size=1, slices=SLICES):
     """Run updates, this rank its slices of each; return what each was and the digest behind it."""
-    share, digests = SLICES // world_size, []
+    share, digests = slices // world_size, []
     for update in updates:
         for place in range(rank * share, (rank + 1) * share):
             step(*batch(name, update, place))
