@@ -56,7 +56,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
             node.meta.pop("val", None)  # in place of the inputs it would be read, and None where it is a number or a size
     inner_compile = functools.partial(_inner_compile, backward, is_shared)
     with several_kernels_a_file():  # of a cache, here, and of those that are compiled below
-        with code_of_caches() as loaded:
+        with code_of_caches() as loaded, torch_faults.cached_with_guards(gm):
             compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
         of_cache = [code for code in loaded if not backward.has_seen(code)]
         if not all(backward.knows(code, is_backward=bool(code.fx_kwargs.get("is_backward"))) for code in of_cache):

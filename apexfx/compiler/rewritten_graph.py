@@ -143,7 +143,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
         PROGRESS.enter(told(record.recompiled))
         if again := of_each_value([*report.graphs, record]):
             report.warn(f"apexfx: {again}")
-    uuid = None if torch_faults.takes_floats(gm) else cache.uuid(config.describe(), pipeline.passes, {
+    uuid = cache.uuid(config.describe(), pipeline.passes, {
         "groups": groups.describe(), "reduce": reduces, "left_out": context.left_out,
         "inputs": [[p.name, p.kind] for p in placeholders]})
     key = cache.graph_key(uuid, gm) if uuid is not None and config.inner != "eager" else None

@@ -23,6 +23,7 @@ from .._torch_compilers import (
     refuse_checkpoints_of,
     tensorify_clamps,
     traced_code,
+    without_autograd_cache,
     without_tensorify,
 )
 from ..graph.mutation import bodies, storages, written, written_storages
@@ -56,14 +57,15 @@ def widen_drawn_numbers(gm: fx.GraphModule, example_inputs: list[Any]) -> None:
             example_inputs[place] = node.meta["example_value"] = example_inputs[place].double()
 
 
-def takes_floats(gm: fx.GraphModule) -> bool:
-    """Return whether a graph takes Python floats that change, or numbers computed from them.
+def cached_with_guards(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """Leave AOTAutograd's cache out for a graph that takes Python floats that change, or numbers computed from them.
 
-    AOTAutograd (2.13) makes a constant of what an op takes as a number, by a guard that is not in its cache: from there, other
-    values would get the graph of the first.
+    It (2.13) makes a constant of what an op takes as a number, by a guard that is not in its cache: from there, other values
+    would get the graph of the first. Inductor's cache goes by the constant.
     """
     numbers = (val for body in graphs(gm) for node in body.graph.nodes if isinstance(val := value(node), torch.SymFloat))
-    return any(is_float_symbol(symbol) for number in numbers for symbol in number.node.expr.free_symbols)
+    takes_floats = any(is_float_symbol(symbol) for number in numbers for symbol in number.node.expr.free_symbols)
+    return without_autograd_cache() if takes_floats else contextlib.nullcontext()
 
 
 def keep_own_memory(gm: fx.GraphModule) -> None:

@@ -8,9 +8,9 @@
     torchrun --standalone --nproc-per-node 2 ... --folder out/fewer --slices 4
 
 A dead rank makes the others raise within seconds, and say who is gone; torchrun restarts all of them; they load the last
-intact checkpoint (parameters, optimizer, safeguard, random state, step) and go on. Data is a function of step and slice, so nothing
-else has a state. A slice is what a rank computes in a call: one a rank, or `--slices` of them by whatever ranks there are. One slice
-is ruined: every rank skips its step, writes a bundle of it where each has one slice, and says so in the end.
+intact checkpoint (parameters, optimizer, safeguard, random state, step) and go on. Data is a function of step and slice, so
+nothing else has a state. A slice is what a rank computes in a call: one a rank, or `--slices` by whatever ranks there are.
+One slice is ruined: every rank skips its step, writes a bundle of it where each has one slice, and says so in the end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kill-rank", type=int, default=-1, help="a rank that kills itself, once")
     parser.add_argument("--kill-step", type=int, default=-1)
     parser.add_argument("--ruined-step", type=int, default=7, help="a step whose first slice is not finite")
-    parser.add_argument("--slices", type=int, help="of a step, a power of two, whatever the number of ranks; by default one a rank")
+    parser.add_argument("--slices", type=int, help="of a step, whatever the number of ranks; by default one a rank")
     return parser.parse_args()
 
 

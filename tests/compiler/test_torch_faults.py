@@ -285,7 +285,7 @@ def constants_of_another_function() -> bool:
 
 
 @fault("a float that an op takes, or a forward keeps, is that of an earlier graph by the cache of AOTAutograd", 197889,
-       slow=True, ours="compiler/torch_faults.py takes_floats")
+       slow=True, ours="compiler/torch_faults.py cached_with_guards")
 def kept_floats() -> bool:
     def forward(m, x):
         m.factor = m.factor + 0.25
