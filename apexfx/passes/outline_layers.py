@@ -17,7 +17,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._torch import HigherOrderOperator, OpOverload, free_unbacked_symbols, tree_leaves
 from ..graph.collectives import group_name, is_wait
 from ..graph.mutation import written
-from ..graph.nodes import PASS, inherit, op_name, set_value, value
+from ..graph.nodes import NAME, PASS, inherit, op_name, set_value, value
 from ..graph.order import dependencies, draws_random_numbers
 from ..graph.printing import first_names
 from ..graph.repeats import Repeat, make_room, num_saved, repeats, viewed
@@ -74,16 +74,16 @@ class OutlineLayers(Pass):
             suffix = "_backward" if 2 * sum(is_backward) > num_ops else ""
             for copy in repeat.copies:
                 make_room(copy, behind())
-            calls = self._outline(gm, repeat, name + suffix, [label + suffix for label in labels])
+            calls = self._outline(gm, repeat, name, labels, suffix)
             self.record(calls[0], f"{len(calls)} x {num_ops} ops of {first_names([text for _, text in fold(labels)])}"
                                   f"{suffix and ', backward'}, {len(repeat.operands[0])} in, {len(repeat.results)} out")
         return PassResult(gm, True)
 
-    def _outline(self, gm: fx.GraphModule, repeat: Repeat, name: str, labels: Sequence[str]) -> list[fx.Node]:
+    def _outline(self, gm: fx.GraphModule, repeat: Repeat, name: str, labels: Sequence[str], suffix: str) -> list[fx.Node]:
         """Put a call in the place of each copy; return the calls."""
-        name = _free_name(gm, name)
+        name = _free_name(gm, name + suffix)
         self._copies[name] = [[node.name for node in copy] for copy in repeat.copies]
-        setattr(gm, name, fx.GraphModule(gm, _subgraph(repeat), class_name=name))
+        setattr(gm, name, fx.GraphModule(gm, _subgraph(repeat, labels[0]), class_name=name))
         first = repeat.copies[0][0]
         with gm.graph.inserting_before(min(copy[0] for copy in repeat.copies)):
             body = gm.graph.get_attr(name)
@@ -91,7 +91,8 @@ class OutlineLayers(Pass):
         for copy, operands, label in zip(repeat.copies, repeat.operands, labels):
             results = [copy[place] for place in repeat.results]
             with gm.graph.inserting_after(copy[-1]):
-                call = gm.graph.create_node("call_function", invoke_subgraph, (body, name, *operands), name=_identifier(label))
+                call = gm.graph.create_node("call_function", invoke_subgraph, (body, name, *operands),
+                                        name=_identifier(label + suffix))
             inherit(call, first)
             call.meta["val"] = tuple(value(node) for node in results)
             _replace(copy, call, results)
@@ -120,9 +121,7 @@ def _compare_again(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     """
     masks = []
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.gt.Scalar):
-        source = node.args[0]
-        while (base := viewed(source)) is not None:
-            source = base
+        source = _source(node.args[0])
         if op_name(source) == _RANDOM and value(node).device.type == "cpu":
             for user in sorted(node.users)[1:]:
                 with graph.inserting_before(user):
@@ -131,11 +130,20 @@ def _compare_again(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     return masks
 
 
-def _subgraph(repeat: Repeat) -> fx.Graph:
+def _source(node: fx.Node) -> fx.Node:
+    """Return what a node is a view of, or the node itself."""
+    while (base := viewed(node)) is not None:
+        node = base
+    return node
+
+
+def _subgraph(repeat: Repeat, label: str) -> fx.Graph:
+    """Return the graph of the first copy; what it reads of the module of that name, "blocks.0", is named as it is there."""
     copy, graph = repeat.copies[0], fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     for place, operand in enumerate(repeat.operands[0]):
-        inside[operand] = graph.placeholder(f"in_{place}")
+        _, is_of_layer, name = str(_source(operand).meta.get(NAME)).partition(f"{label}.")
+        inside[operand] = graph.placeholder(_identifier(name) if is_of_layer else f"in_{place}")
         set_value(inside[operand], value(operand))
     for node in copy:
         inside[node] = graph.node_copy(node, inside.__getitem__)
