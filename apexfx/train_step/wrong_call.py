@@ -156,9 +156,10 @@ def note_second_updates(optimizers: Iterable[torch.optim.Optimizer], report: Rep
 
 
 def _out_of_range(bounds: re.Match[str], error: Exception) -> IndexError:
-    found = IndexError(f"apexfx: an index that the model or the loss computes is out of range, expected {bounds[1] or 0} <= "
-                       f"index < {bounds[2]}; inner='eager' names the op. Those of the batch are looked at before a call, on the "
-                       "CPU; with check_indices=True, on a device, too")
+    found = IndexError(f"apexfx: an index that model or loss computes, perhaps from the batch's, is out of range, expected "
+                       f"{bounds[1] or 0} <= index < {bounds[2]}; inner='eager' names the op and its line. What comes of the "
+                       "batch by views and casts is looked at before a call, on the CPU; with check_indices=True, on a device, "
+                       "too")
     for note in error.__notes__:
         found.add_note(note)
     return found
