@@ -94,7 +94,7 @@ CALLS = {
 KEYWORDS = {
     # Name it as the objective does.
     "step(x=x, label=y), of an objective": (lambda s: s(x=X, label=Y), TypeError, [
-        "objective()", "objective(model, x=float32[6, 8], label=int64[6])", "it takes no 'label'"]),
+        "apexfx: objective takes no 'label': objective()", "objective(model, x=float32[6, 8], label=int64[6])"]),
     # Unpack the dictionary.
     "step({...}), of an objective": (lambda s: s({"x": X, "labels": Y}), TypeError, [
         "objective(model, {'x': float32[6, 8], 'labels': int64[6]})", "step(**batch) a dictionary"]),
