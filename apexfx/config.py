@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ INNER_COMPILERS = ("inductor", "eager", "cudagraphs")
 VERIFY_LEVELS = ("auto", "off", "code", "final", "each")
 LAYOUTS = ("reverse", "ddp")
 HALVES = (torch.float16, torch.bfloat16)
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -260,8 +257,9 @@ class TransformConfig:
         if self.keep_batchnorm_fp32 is not None and not level.cast_model:
             raise ValueError(f"apexfx: keep_batchnorm_fp32={self.keep_batchnorm_fp32} needs opt_level O2 or O3; "
                              f"at {self.opt_level} batch norm keeps its parameters as they are")
-        if self.dtype is not None and self.opt_level == "O0":
-            log.info("apexfx: dtype=%s is not used at O0, which is float32 throughout", self.dtype)
+        if self.dtype is not None and not level.casts and not self.precision:
+            raise ValueError(f"apexfx: dtype={self.dtype} was given with opt_level={self.opt_level!r}, which casts nothing to "
+                             "it; 'O1' casts op by op, 'O2' the model but for batch norms; or leave dtype out")
         if self.ddp and not has_group():
             raise ValueError("apexfx: ddp=True needs a process group; call torch.distributed.init_process_group() first "
                              "(under torchrun), or leave ddp out for a single process")

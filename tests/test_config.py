@@ -77,6 +77,7 @@ def test_wrong_type(options, message):
     ("options", "message"),
     [
         ({"opt_level": "O1", "keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True needs opt_level O2 or O3"),
+        ({"opt_level": "O0", "dtype": "bfloat16"}, "dtype=torch.bfloat16 .*opt_level='O0', which casts nothing to it; 'O1'"),
         ({"ddp": True}, "init_process_group"),
         ({"inner": "tvm"}, "inner='tvm' was given, expected one of 'inductor'"),
         ({"verify": True}, "verify=True was given"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import traceback
 from pathlib import Path
 
 import torch
+from torch import fx
 
 from .._torch import raised_by_op
-from ..graph.nodes import stack_frames
+from ..graph.nodes import NAME, op_name, stack_frames
 from ..report.data import Report
 
 # What the names of files begin with that have no lines of the user's; torchvision has.
@@ -94,6 +96,16 @@ def with_place(error: Exception, said: str) -> Exception:
     if frames := frames_of_user(said):
         error.add_note(f"  {place(*frames[-1])}")
     return error
+
+
+def note_node(error: Exception, gm: fx.GraphModule) -> None:
+    """Note on what the code of a graph has raised which op it is, of what, and the line; its frame is the second."""
+    names = [re.split(r"\W", frame.line or "")[0] for frame in traceback.extract_tb(error.__traceback__)[1:2]]
+    node = next((node for node in gm.graph.nodes if node.name in names), None)
+    if node is not None and not is_told(error):
+        given = ", ".join(source.meta.get(NAME, source.name) for source in node.all_input_nodes)
+        frames = frames_of_user(node.meta.get("stack_trace") or "")
+        error.add_note(f"  apexfx: raised by {op_name(node)}({given})" + (f" {place(*frames[-1])}" if frames else ""))
 
 
 def frames_of_user(said: str) -> list[tuple[str, int, str]]:

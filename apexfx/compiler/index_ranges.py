@@ -2,7 +2,7 @@
 
 Inductor's code takes some indices that eager refuses (rows below zero), and stops at others in the middle of a step, which has
 changed something by then; neither names the tensor. What the batch gives is looked at where it goes to the op as it is, or by
-views; an index that the forward computes is not.
+views, casts and constants added; an index that the forward computes otherwise is not.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _TAKES = {
     "cross_entropy": _CLASSES, "nll_loss": _CLASSES, "multi_margin_loss": _CLASSES._replace(arguments=("input", "target")),
 }
 _SUBSCRIPTS = ("getitem", "setitem", "index_put", "index_put_")
-# Views that hold the same numbers, and those that hold some of them, or a constant besides.
+# What holds the same numbers, if its dtype is the same; and some of them, or others by a constant.
 _SAME = frozenset((
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "movedim", "t", "T", "mT",
-    "attribute", "contiguous", "clone", "detach", "to", "long", "int", "expand", "view_as", "reshape_as", "expand_as"))
-_SOME = frozenset(("getitem", "narrow", "select", "chunk", "split", "unbind", "tensor_split", "pad"))
+    "attribute", "contiguous", "clone", "detach", "to", "type", "long", "int", "expand", "view_as", "reshape_as", "expand_as"))
+_SOME = frozenset(("getitem", "narrow", "select", "chunk", "split", "unbind", "tensor_split", "pad", "add", "sub"))
 
 
 class _Index(NamedTuple):
@@ -93,7 +93,8 @@ class IndexRanges:
             for index, size, counts_back, ignored in _indices(node):
                 source, views = _source(index)
                 p = placeholders[inputs[source]] if source in inputs else None
-                if p is None or p.kind != "input" or p.dtype not in (torch.int64, torch.int32) or not isinstance(size, int) or \
+                if p is None or p.kind != "input" or value(index).dtype not in (torch.int64, torch.int32) or \
+                        not isinstance(size, int) or \
                         p.device.type != "cpu" and not looks or any(storages(value(each)) & changed for each in (source, *views)):
                     continue
                 views = _without_same(views)
@@ -182,7 +183,7 @@ def _dims(key: Any) -> int:
 
 
 def _source(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Return what a tensor is a view of, or a copy, and the views and copies, in order."""
+    """Return what a tensor is made of, and what makes it, in order."""
     views: list[fx.Node] = []
     while node.op in ("call_function", "call_method") and canonical_name(node.target) in _SAME | _SOME \
             and node.args and isinstance(node.args[0], fx.Node):
@@ -191,8 +192,9 @@ def _source(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _without_same(views: Sequence[fx.Node]) -> Sequence[fx.Node]:
-    """Leave out the views at the end that hold the same numbers."""
-    return views if not views or canonical_name(views[-1].target) in _SOME else _without_same(views[:-1])
+    """Leave out those at the end that hold the same numbers."""
+    return views if not views or canonical_name(views[-1].target) in _SOME or \
+        value(views[-1]).dtype != value(views[-1].args[0]).dtype else _without_same(views[:-1])
 
 
 def _made_by(views: Sequence[fx.Node], source: fx.Node, inputs: dict[fx.Node, int]) -> tuple[

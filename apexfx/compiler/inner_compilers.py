@@ -32,6 +32,7 @@ from ..graph.nodes import call, value
 from ..graph.printing import count_text
 from . import lowerings, torch_faults
 from .cache import compiled_by_one_rank
+from .forward_errors import note_node
 from .kernel_files import several_kernels_a_file
 from .progress import PROGRESS
 from .verification import snapshot
@@ -155,7 +156,11 @@ def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     def call(args: list[Any]) -> Any:
         taken = list(args)
         args.clear()  # the boxed convention: the callee owns the arguments, so they can be freed early
-        return gm.forward(*taken)
+        try:
+            return gm.forward(*taken)
+        except Exception as error:
+            note_node(error, gm)
+            raise
 
     return boxed(call)
 

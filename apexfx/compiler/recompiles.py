@@ -61,6 +61,8 @@ def why_compiled_again(record: GraphReport, earlier: Sequence[GraphReport]) -> s
         getattr(graph, name) == getattr(record, name) for name in ("mode", "training", "local", "parameters", "breaks"))]
     if not reason or not alike or alike[-1] is earlier[-1]:
         return reason
-    changed = [f"{new}, was {old.rpartition(' ')[2]} in graph {alike[-1].index}"
-               for old, new in zip(alike[-1].inputs, record.inputs) if old != new]
+    before = dict(each.rsplit(" ", 1) for each in alike[-1].inputs)
+    now = [each.rsplit(" ", 1) for each in record.inputs]
+    changed = [f"{name} {shape}, was {before[name]} in graph {alike[-1].index}"
+               for name, shape in now if before.get(name, shape) != shape]
     return "; ".join(changed) or reason

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..graph.printing import count_text
 from ..optimizers._base import FusedOptimizer
 from ..optimizers.held_state import check_held, check_loaded_options
 from ..optimizers.layout import WHOLE, Layout
@@ -99,13 +100,19 @@ class OptimizerList:
         """Load what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of optimizers, or of others.
+            ValueError: it is of another number of optimizers, of other groups, or of others.
         """
         if isinstance(state, list) == self._is_one or not self._is_one and len(state) != len(self._each):
             kind = f"those of {len(state)} optimizers" if isinstance(state, list) else "that of one optimizer"
             raise ValueError(f"apexfx: the state holds {kind}, and this step has {self.name}; make the step with the same ones")
         for each, own in zip(self._each, [state] if self._is_one else state):
+            held = [len(group["params"]) for group in each.param_groups]
             try:
+                given = [len(group["params"]) for group in own["param_groups"]] if "param_groups" in own else held
+                if given != held:
+                    raise ValueError(f"apexfx: the state has {count_text(len(given), 'parameter group')}, of {given} parameters, "
+                                     f"and {type(each).__name__} of the step has {len(held)}, of {held}; make it with the groups "
+                                     "that were saved, or load the model alone and begin with a new optimizer")
                 each.load_state_dict(own)
             except (KeyError, IndexError, TypeError, AttributeError) as error:
                 kind = f"has no {error.args[0]!r}, which {type(each).__name__} keeps" if isinstance(error, KeyError) \

@@ -57,6 +57,9 @@ class Call:
             narrow = [str(x.dtype) for x in tree_leaves((self.batch, self.named)) if isinstance(x, Tensor) and x.dtype in _NARROW]
             if narrow and re.search(r"(?i)dtype|scalar type", str(error)):
                 error.add_note(f"  class labels and indices are int64 in torch: call .long() on what is {narrow[0]}")
+            if isinstance(error, TypeError) and re.search("missing|nexpected keyword", str(error)) \
+                    and (unknown := _not_taken(self._objective, self.named)):
+                error.args = (f"apexfx: objective takes no {unknown[0]!r}: {error}",)
             if (bounds := _OUT_OF_RANGE.search(str(error))) is not None:
                 raise _out_of_range(bounds, error) from error
             raise
@@ -72,9 +75,7 @@ class Call:
         if isinstance(self._objective, SupervisedObjective):
             return ("step(inputs, *targets), where inputs that are a tuple, list or dictionary are unpacked; f(model, *batch) is "
                     "given as objective=f")
-        unknown = _not_taken(self._objective, self.named)
-        return "step(...) with what objective takes after the model; step(*batch) unpacks a tuple, step(**batch) a dictionary" + (
-            f"; it takes no {unknown[0]!r}" if unknown else "")
+        return "step(...) with what objective takes after the model; step(*batch) unpacks a tuple, step(**batch) a dictionary"
 
     @property
     def call(self) -> str:
@@ -156,9 +157,10 @@ def note_second_updates(optimizers: Iterable[torch.optim.Optimizer], report: Rep
 
 
 def _out_of_range(bounds: re.Match[str], error: Exception) -> IndexError:
-    found = IndexError(f"apexfx: an index that the model or the loss computes is out of range, expected {bounds[1] or 0} <= "
-                       f"index < {bounds[2]}; inner='eager' names the op. Those of the batch are looked at before a call, on the "
-                       "CPU; with check_indices=True, on a device, too")
+    found = IndexError(f"apexfx: an index that model or loss computes, perhaps from the batch's, is out of range, expected "
+                       f"{bounds[1] or 0} <= index < {bounds[2]}; inner='eager' names the op and its line. What comes of the "
+                       "batch by views and casts is looked at before a call, on the CPU; with check_indices=True, on a device, "
+                       "too")
     for note in error.__notes__:
         found.add_note(note)
     return found

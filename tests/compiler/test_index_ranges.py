@@ -24,6 +24,7 @@ FORMS = {
     "embedding": lambda table, ids: table(ids),
     "embedding in sums": lambda table, ids: F.embedding_bag(ids, table.weight, mode="sum"),
     "views": lambda table, ids: table(ids.t().contiguous().view(-1).unsqueeze(0).to(torch.int64)),
+    "cast and moved": lambda table, ids: table((ids.int() + 1).type(torch.LongTensor) - 1),
     "some of them": lambda table, ids: table(ids[:, :2]),
     "a chunk": lambda table, ids: table(ids.chunk(3, dim=1)[1]),
     "labels": lambda table, ids: F.cross_entropy(logits(table), ids.flatten()[:4]),
@@ -124,6 +125,25 @@ def test_sizes_that_change_are_looked_at_too():
         step(torch.zeros(2, width, dtype=torch.int64))
         with pytest.raises(IndexError, match=rf"has 7 at \[1, {width - 1}\]"):
             step(torch.cat([torch.zeros(2 * width - 1, dtype=torch.int64), torch.tensor([7])]).view(2, width))
+
+
+CAST = {"to int64": (torch.uint8, lambda y: y.long(), 9), "from 1": (torch.uint8, lambda y: y.long() - 1, 0),
+        "of floats": (torch.float32, lambda y: y.to(torch.int64), 9),
+        "cut off": (torch.int64, lambda y: y.to(torch.uint8).long(), 259)}
+
+
+@pytest.mark.parametrize("form", CAST)
+def test_labels_that_are_cast_are_looked_at_as_the_op_gets_them(form):
+    dtype, cast, number = CAST[form]
+    model, x, labels = nn.Linear(3, 4), torch.randn(2, 3), torch.tensor([1, 2], dtype=dtype)
+    run = apexfx.train_step(model, objective=lambda model, x, y: F.cross_entropy(model(x), cast(y)), inner="eager",
+                            optimizer=torch.optim.SGD(model.parameters(), 0.0), opt_level="O0")
+    labels[1] = number
+    if form == "cut off":
+        torch.testing.assert_close(run(x, labels), F.cross_entropy(model(x), torch.tensor([1, 3])).detach())
+    else:
+        with pytest.raises(IndexError, match=rf"batch\[1\], of size \[2\] as .* has {int(cast(labels)[1])} at \[1\]"):
+            run(x, labels)
 
 
 def masked(ids, *, clones):

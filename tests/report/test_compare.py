@@ -55,6 +55,20 @@ def test_the_reason_is_that_of_the_nearest_graph():
     assert model.report.graphs[2].recompiled == "inputs[0] f32[5,8], was f32[4,8] in graph 0"
 
 
+def test_the_reason_is_right_where_inputs_are_in_another_order():
+    model = nn.Linear(8, 8)
+
+    def objective(model, x, weights, limit):
+        return (model(x).sum(-1).clamp(max=limit) * weights).sum()
+
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), 0.1), accumulate=2,
+                             opt_level="O0", inner="eager")
+    for length, limit in ((6, 0.28), (8, 0.28), (8, 0.24)):  # with an update in front of the third
+        step(torch.randn(4, length, 8), torch.randn(4, length), limit)
+    first, *_, last = (graph for graph in step.report.graphs if graph.inputs)
+    assert len(last.inputs) > len(first.inputs) and last.recompiled == "batch[2] 0.24, was 0.28"
+
+
 def test_a_graph_says_which_break_it_is_next_to():
     class Broken(nn.Module):
         def __init__(self):

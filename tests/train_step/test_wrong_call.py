@@ -94,7 +94,7 @@ CALLS = {
 KEYWORDS = {
     # Name it as the objective does.
     "step(x=x, label=y), of an objective": (lambda s: s(x=X, label=Y), TypeError, [
-        "objective()", "objective(model, x=float32[6, 8], label=int64[6])", "it takes no 'label'"]),
+        "apexfx: objective takes no 'label': objective()", "objective(model, x=float32[6, 8], label=int64[6])"]),
     # Unpack the dictionary.
     "step({...}), of an objective": (lambda s: s({"x": X, "labels": Y}), TypeError, [
         "objective(model, {'x': float32[6, 8], 'labels': int64[6]})", "step(**batch) a dictionary"]),
@@ -297,18 +297,26 @@ def test_a_write_to_what_the_backward_reads_is_told_as_such(branches):
 def test_an_error_of_a_kernel_says_how_the_step_was_called():
     step = make(loss_fn=lambda out, labels: F.cross_entropy(out, labels * 1), inner="inductor", opt_level="O2", dtype="bfloat16")
     step(X, Y)
-    with pytest.raises(IndexError, match="the model or the loss computes is out of range, expected 0 <= index < 4;") as raised:
+    with pytest.raises(IndexError, match="model or loss computes, .* is out of range, expected 0 <= index < 4;") as raised:
         step(X, Y + 4)
     assert ".cpp" not in str(raised.value) and "step(float32[6, 8], int64[6])" in raised.value.__notes__[-1]
     with pytest.raises(RuntimeError, match="an earlier step failed .*out of range"):
         step(X, Y)
 
 
+def test_an_error_of_a_graph_that_runs_op_by_op_names_the_op_and_its_line():
+    step = make(loss_fn=lambda out, labels: F.cross_entropy(out, labels * 1))
+    step(X, Y)
+    with pytest.raises(IndexError, match=r"Target 4 is out of bounds.\n  apexfx: raised by aten.nll_loss_forward.default"
+                                         r"\(_log_softmax, mul\) at .*test_wrong_call.py:\d+, in <lambda>: step = make"):
+        step(X, Y + 4)
+
+
 @pytest.mark.long
 def test_a_position_behind_the_last_of_a_table_is_told_as_an_index():
     step = make(loss_fn=lambda out, labels: F.cross_entropy(out + F.embedding(torch.arange(len(out)), torch.ones(5, 4)), labels),
                 inner="inductor")
-    with pytest.raises(IndexError, match="the model or the loss computes is out of range, expected 0 <= index < 5;"):
+    with pytest.raises(IndexError, match="model or loss computes, .* is out of range, expected 0 <= index < 5;"):
         step(X, Y)
 
 
