@@ -293,9 +293,12 @@ class _Sides:
                             f"{_norm(whole):.4g} and {norm:.4g}.{scaled if late else ''}")
 
     def _of_forward(self, losses: list[float]) -> str:
-        theirs, ours = (", ".join(f"{loss:.6g}" for loss in each) for each in (self._loop.losses, losses))
-        said = f"The losses are {theirs or 'not known'} in the loop and {ours} in the step" + (
-            f", which averages over {len(losses)} calls." if len(losses) > 1 else ".")
+        calls, backwards = len(losses), self._loop.losses
+        divides = 1 < calls == len(backwards) and calls * sum(backwards) ** 2 < sum(losses) ** 2  # nearer to shares of them
+        theirs, ours = (", ".join(f"{loss:.6g}" for loss in each)
+                        for each in ([loss * calls for loss in backwards] if divides else backwards, losses))
+        said = (f"The losses are {theirs or 'not known'} in the loop{f' (times {calls}, as it divides)' if divides else ''} and "
+                f"{ours} in the step{f', which averages over {calls} calls' if calls > 1 else ''}.")
         if theirs == ours:
             said = (f"The losses are the same ({ours}), and what the forward writes is not: it runs more often in one of them, "
                     "or the loop writes it.")

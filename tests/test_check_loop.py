@@ -285,6 +285,9 @@ DIFFERENT = {  # what is above, where they part, in which update, what is said
     "means where the loop divides by counts": (
         sgd, by_counts, {"accumulate": 2, "objective": lambda m, x, y: F.cross_entropy(m(x), y, ignore_index=IGNORED)},
         {"batches": words()}, "forward", 1, r"in by_counts: .*\nThe losses are .* in the step, which averages over 2 calls"),
+    "the gradient of another loss, over calls": (
+        sgd, accumulating, {"accumulate": 2, "objective": smoothed}, {"batches": images(2)}, "forward", 1,
+        r"are 1\.6\d+, 1\.4\d+ in the loop \(times 2, as it divides\) and 1\.6\d+, 1\.4\d+ in the step, which aver"),
     "a clip before the unscale": (sgd, functools.partial(scaled, unscale="after"), {"dtype": torch.float16, "max_grad_norm": 0.1},
                                   {}, "clipping", 1,
                                   r"in scaled: nn.utils.clip_grad_norm_.*\n.*65536 times as long when .*: unscale first"),

@@ -43,7 +43,8 @@ class KernelFiles(AsyncCompile):
         loads = [CppFile.load_kernels([(each.argument_types, each.code) for each in kernels]) for kernels in files]
         functions: dict[_Kernel, Any] = {}
         for kernels, load in zip(files, loads):
-            PROGRESS.enter(f"compiled {len(functions)} of {count_text(len(self._kernels), 'kernel')}")
+            done = f"compiled {len(functions)} of" if functions else "compiles"
+            PROGRESS.enter(f"{done} {count_text(len(self._kernels), 'kernel')}")
             functions.update(zip(kernels, load()))
         scope.update({name: functions[held] for name, held in scope.items() if isinstance(held, _Kernel)})
         super().wait(scope)

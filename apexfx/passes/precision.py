@@ -18,12 +18,15 @@ from ..graph.op_names import canonical_name
 from ..graph.printing import first_names
 from ..precision.casts import CastRow, dtype_of
 from ..precision.policy import Policy, and_above
+from ..precision.rules import RULES
 from ..report.records import Artifacts
 from .base import Pass
 from .cast_inserter import CastInserter, autocast_region, device_types
 from .model_casts import cast_entries
 
 log = logging.getLogger(__name__)
+
+_CAST = sorted(name for name, rule in RULES.items() if rule.kind != "passthrough")
 
 
 class Precision(Pass):
@@ -110,7 +113,8 @@ class Precision(Pass):
         for key in keys:
             asked = key.removesuffix(".*").removeprefix("torch.").removeprefix("F.")
             near = [path for path in sorted(paths) if path.endswith(f".{asked}")] or \
-                difflib.get_close_matches(asked, sorted(paths | ops), n=1)
+                difflib.get_close_matches(asked, sorted(paths | ops), n=1) or \
+                difflib.get_close_matches(asked, () if asked in RULES else _CAST, n=1, cutoff=0.7)
             self.uncovered[key] = (f"precision[{key!r}] covers no module path and no op"
                                    + (f"; did you mean {near[0]!r}?" if near else ""))
 

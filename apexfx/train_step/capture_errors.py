@@ -24,8 +24,8 @@ _DATA_DEPENDENT = r"data-dependent|got SymInt|PendingUnbackedSymbolNotFound"
 _DUAL_NUMBERS = re.compile(r"convert all Tensors to FakeTensors|InferenceMode::is_enabled\(\) && self")  # of fake tensors
 _TENSOR_CALLED = re.compile(r"how to trace the function .Tensor\(|Tensor method .forward. is not|'Tensor' object is not callable")
 # What torch says, in a word, and the reason and the advice that a user gets for it.
-_DRAW = ("Draw by torch.rand(()), and choose by torch.where(torch.rand(()) < p, a, b) in the place of an if; or draw outside, "
-         "and give the step the number")
+_DRAW = ("Draw by torch.rand(()) or torch.distributions, and choose by torch.where(torch.rand(()) < p, a, b) in the place of an "
+         "if; or draw outside, and give the step the number as a tensor, which compiles once")
 _MOVE = "Move that out of the model and the loss (what is to be logged: return it as a tensor beside the loss)"
 _OBSTACLES = (
     (_DUAL_NUMBERS,
@@ -65,9 +65,10 @@ _OBSTACLES = (
         (r"returning intermediate with requires_grad_\(\)", "a tensor that requires_grad_() was called on stays in what the step "
          "was given, as in a dictionary of the batch",
          "Put it into a new one: pos = batch['pos'].detach().requires_grad_(), batch = {**batch, 'pos': pos}"),
-        (r"use_numpy_random_stream", "np.random of NumPy is called, whose numbers are in no graph", "Draw by torch.rand()"),
-        (r"how to trace .*`(?:<unknown module>\.)?Random\.(\w+)\.?`", "random.{0}() of Python is called, which is in no graph",
-         _DRAW),
+        (r"use_numpy_random_stream|bound method RandomState\.|method `(?!\w*seed)\w+` of class `(?:Generator|RandomState)`|"
+         r"cyfunction default_rng", "np.random of NumPy is called, whose numbers are in no graph", _DRAW),
+        (r"(?:how to trace .*`(?:<unknown module>\.)?|that the function `)Random\.(\w+)\.?`",
+         "random.{0}() of Python is called, which is in no graph", _DRAW),
         (r"Data-dependent branching(?s:.*)random_value_\d+|partial tensor op: .*UnspecializedPythonVariable",
          "a number that Python's random draws in each call is branched on or computed with", _DRAW),
         (r"(?:does not support next\(\) on |name=__next__, type=)(\w+)",

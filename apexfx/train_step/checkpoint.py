@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch import is_dtensor, tree_leaves, tree_map
+from ..graph.printing import first_names
 from ..optimizers._checkpoints import short
 from ..optimizers.layout import WHOLE, check_own
 from ..ranks import rank
@@ -83,12 +84,19 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
     if not isinstance(state, dict) or not state.keys() >= _ALWAYS:
         empty = "{}, which is what state_dict(full=True) returns on all ranks but the first"
         given = state if isinstance(state, dict) else {}
-        kind = sorted(state) or empty if isinstance(state, dict) else type(state).__name__
+        keys = sorted(map(repr, given))
+        kind = first_names(keys) or empty if isinstance(state, dict) else type(state).__name__
         held = [name for name, each in given.items() if isinstance(each, dict) and each.keys() >= _ALWAYS]
-        cure = f"Give it what is in {held[0]!r}" if held else \
-            "Load what a loop has saved into the model and the optimizer themselves, which the step shares"
-        raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: "
-                         f"{', '.join(map(repr, sorted(_ALWAYS - given.keys())))} missing. {cure}")
+        if held:
+            cure = f"Give it what is in {held[0]!r}"
+        elif keys and all(key.startswith("'module.") for key in keys):
+            cure = "This is of a model under DDP or DataParallel: take 'module.' off by torch.nn.modules.utils." \
+                   "consume_prefix_in_state_dict_if_present(state, 'module.'), and load it into the model itself"
+        else:
+            cure = "Load what a loop has saved into the model and the optimizer themselves, which the step shares"
+        missing = ", ".join(map(repr, sorted(_ALWAYS - given.keys())))
+        raise ValueError(f"apexfx: load_state_dict() expected what state_dict() of a step returns. {cure}. Given was {kind}; "
+                         f"{missing} missing")
     for held in tree_leaves(state):
         check_own(held)
     if not isinstance(ranks := state["num_ranks"], int) or ranks < 1:

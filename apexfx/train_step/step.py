@@ -143,8 +143,9 @@ class TrainStep:
             RankFailureError: another rank did not come.
             NonFiniteError: a safeguard has skipped too many steps in a row.
         """
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise RuntimeError("apexfx: the step was called under torch.no_grad() or torch.inference_mode(), where backward() of "
+                               "a loop raises, and a step trains; leave that first, or call the model itself to evaluate it")
         components, state = self._components, self._state
         check_alive(components.groups.user)
         self._note_ranks_apart(components.options)

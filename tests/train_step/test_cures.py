@@ -558,9 +558,19 @@ def a_factor_by_chance(cured):
     return {"objective": lambda model, x: square(model, x) * (1 + (torch.randint(1, 3, ()) if cured else random.randint(1, 2)))}
 
 
-@cure(r"Draw by torch.rand\(\)", as_cured=True)
+@cure(r"np.random of NumPy.*Draw by torch.rand\(\(\)\)", as_cured=True)
 def a_number_of_numpy(cured):
     return {"objective": lambda model, x: square(model, x) * (torch.rand(()) if cured else np.random.rand())}
+
+
+@cure(r"np.random of NumPy.*draw outside, and give the step the number as a tensor, which compiles once", limit=1)
+def a_mixup_by_numpy(cured):
+    def objective(model, x, *drawn):
+        share = drawn[0] if drawn else float(np.random.beta(0.2, 0.2))
+        return square(model, share * x + (1 - share) * x.flip(0))
+
+    return {"objective": objective,
+            "batch": lambda x, k: (x, torch.tensor(np.random.beta(0.2, 0.2))) if cured else (x,)}
 
 
 @cure("is a random.Random.* outside and give the number as a tensor")

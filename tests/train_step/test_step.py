@@ -455,15 +455,19 @@ def test_a_checkpoint_in_the_middle_of_an_accumulation_is_refused():
 
 def test_what_is_no_state_of_this_step_is_refused():
     step = make(loss_scale="dynamic")
-    with pytest.raises(ValueError, match=r"expected what state_dict\(\) returns.* Load what a loop has saved into the model"):
+    with pytest.raises(ValueError, match=r"what state_dict\(\) of a step returns\. Load what a loop has saved into the model"):
         step.load_state_dict({"model": {}})
     state = step.state_dict()
-    with pytest.raises(ValueError, match=r"returns: 'model' missing. Load what"):
+    with pytest.raises(ValueError, match=r"returns\. Load what .* Given was .*; 'model' missing$"):
         step.load_state_dict({name: held for name, held in state.items() if name != "model"})
-    with pytest.raises(ValueError, match=r"was given \['schedule', 'step'\], .* missing. Give it what is in 'step'"):
+    with pytest.raises(ValueError, match=r"Give it what is in 'step'\. Given was 'schedule', 'step'; .* missing"):
         step.load_state_dict({"step": state, "schedule": {}})
-    with pytest.raises(ValueError, match=r"was given {}, which is what state_dict\(full=True\) returns on all ranks but"):
+    with pytest.raises(ValueError, match=r"Given was {}, which is what state_dict\(full=True\) returns on all ranks but"):
         step.load_state_dict({})
+    of_model = step.model.state_dict()
+    for prefix, cure in (("", "Load what a loop has saved"), ("module.", "This is of a model under DDP .* take 'module.' off")):
+        with pytest.raises(ValueError, match=rf"returns\. {cure} .* Given was '{prefix}0.weight', .* and 5 more; 'model', "):
+            step.load_state_dict({prefix + name: held for name, held in of_model.items()})
     with pytest.raises(ValueError, match="scaler, of a loss scale: 'loss_scale' has the shape "):
         step.load_state_dict({**make().state_dict(), "scaler": {"loss_scale": torch.ones(3)}})
     before = copy.deepcopy(step.state_dict())

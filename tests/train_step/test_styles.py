@@ -338,10 +338,16 @@ def test_a_backward_to_a_leaf_of_the_objective_s_own_is_that_of_eager():
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
-def test_inference_mode_is_refused():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_call_where_no_loop_trains_is_refused(mode):
     step = heads()
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+    before = copy.deepcopy(step.model.state_dict())
+    for _ in range(2):
+        with mode(), pytest.raises(RuntimeError, match=r"called under torch.no_grad\(\) or torch.inference_mode"):
+            step(*samples(1)[0])
+        torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
         step(*samples(1)[0])
+        before = copy.deepcopy(step.model.state_dict())
 
 
 def test_a_step_is_neither_copied_nor_pickled():
