@@ -61,6 +61,7 @@ SHORT = (  # in order of worth
     "first_call.py --rows AdamW --turns 1 --json results/first_call.json",
     "sharded.py --rounds 10 --json results/sharded.json",
     "slices.py --models mlp encoder --rounds 10 --json results/slices.json",
+    "outlined.py --models gpt --rounds 10 --json results/outlined.json",
     "xentropy.py --rows 32 --rounds 1",
     "whole_steps.py bert --device cpu --tiny --inner eager --json results/whole_steps_cpu.json",
     "one_rank.py --device cpu --inner eager --json results/one_rank_cpu.json",
@@ -85,6 +86,7 @@ RATIO: dict[str, Callable[[dict[str, Any]], float]] = {
     "safeguard.json": lambda row: 1 / row["ratio"],
     "sharded.json": lambda row: row["ratio"],
     "slices.json": lambda row: row["ratio"],
+    "outlined.json": lambda row: row["ratio"],
     "overlap.json": lambda row: row["alone_ms"] / row["backward_ms"],
     "optimizers_traced.json": lambda row: 1 / row["ratio"],
 }
