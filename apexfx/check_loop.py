@@ -276,10 +276,11 @@ class _Sides:
         norm = _norm(grads)
         whole = _unclipped(self._step, grads, norm)
         factor, ratio = _factor(loop.losses, losses), _ratio(loop.gradients, whole)
-        if not _may_be_scaled(factor, calls):
+        is_same = ratio is not None and _close(ratio, 1)  # of other losses, too: of apexfx.Mean each has its own count
+        if not is_same and not _may_be_scaled(factor, calls):
             return "forward", f"{line}\n{self._of_forward(losses)}"
         clipped_alone = all("clip_grad" in written for _, written in loop.wrote)
-        if ratio is None or not _close(ratio, factor * calls) or not _close(ratio, 1) and clipped_alone:
+        if ratio is None or not is_same and (clipped_alone or not _close(ratio, factor * calls)):
             return "gradient", f"{line}\n{self._of_gradient(ratio)}"
         clips = [place for place, (unscales, _) in enumerate(loop.wrote) if not unscales]
         late = clips and any(unscales for unscales, _ in loop.wrote[clips[0]:])

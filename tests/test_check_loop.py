@@ -76,11 +76,13 @@ def accumulating(model, optimizer, calls, *, divisor=None, clip=0.0):
     optimizer.step()
 
 
-def by_counts(model, optimizer, calls):
+def by_counts(model, optimizer, calls, *, clip=0.0):
     optimizer.zero_grad()
     count = sum((y != IGNORED).sum() for _, y in calls)
     for x, y in calls:
         (total(model, x, y) / count).backward()
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
 
 
@@ -301,6 +303,9 @@ DIFFERENT = {  # what is above, where they part, in which update, what is said
                                              "The losses are .* The loop runs 3 in evaluation mode"),
     "another clip norm": (adamw, CLIPPED, {"max_grad_norm": 0.2}, {}, "clipping", 1,
                           r"in plain: nn.utils.clip_grad_norm_.*\n.*of 0.1 at optimizer.step\(\), the step's 1.162 and 0.2"),
+    "another clip norm, of a mean by counts": (
+        sgd, functools.partial(by_counts, clip=0.1), {"accumulate": 2, "objective": mean, "max_grad_norm": 0.2},
+        {"batches": words()}, "clipping", 1, r"in by_counts: nn.utils.clip_grad_norm_.*\n.*of 0.1 at optimizer.step\(\), the "),
     "another clip norm, after the unscale": (sgd, scaled, {"dtype": torch.float16, "max_grad_norm": 0.2}, {}, "clipping", 1,
                                              r"in scaled: nn.utils.clip_grad_norm_.*\n.*of 0.1 at .* and 0.2\.$"),
     "a scaled loop that clips nothing": (functools.partial(adamw, fused=True), functools.partial(scaled, unscale="in step()"),

@@ -99,8 +99,9 @@ def with_place(error: Exception, said: str) -> Exception:
 
 
 def note_node(error: Exception, gm: fx.GraphModule) -> None:
-    """Note on what the code of a graph has raised which op it is, of what, and the line; its frame is the second."""
-    names = [re.split(r"\W", frame.line or "")[0] for frame in traceback.extract_tb(error.__traceback__)[1:2]]
+    """Note on what the code of a graph has raised which op it is, of what, and the line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith("<eval_with_key>")]
+    names = [re.split(r"\W", frame.line or "")[0] for frame in frames[:1]]
     node = next((node for node in gm.graph.nodes if node.name in names), None)
     if node is not None and not is_told(error):
         given = ", ".join(source.meta.get(NAME, source.name) for source in node.all_input_nodes)

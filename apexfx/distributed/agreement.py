@@ -39,8 +39,8 @@ from ..host_copy import HostCopy
 TRAINED = "trains"  # begins an item that says of a parameter, by its name, that its gradient is averaged
 _NUMBERS = "numbers of the optimizer"
 _NOTHING = "nothing"
-_TRAIN_ALIKE = ("\n  Train the same layers on every rank. Where a batch does not use one, run it all the same and add 0 * its "
-                "output.sum() to the loss; or train in eager mode, by apexfx.parallel.DistributedDataParallel(model, "
+_TRAIN_ALIKE = ("\n  Train, or freeze, the same layers on every rank. Where a batch does not use one, run it all the same and "
+                "add 0 * its output.sum() to the loss; or train in eager mode, by apexfx.parallel.DistributedDataParallel(model, "
                 "find_unused_parameters=True).")
 
 

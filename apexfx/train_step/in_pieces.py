@@ -28,7 +28,6 @@ from .components import Components
 from .function import apply_average, compute_gradients
 from .leaves import check_leaves, leaves_of
 from .mean import Mean, Weighted, weigh
-from .model import warn_of_eval_mode
 from .step_graphs import StepGraphs, grad_versions
 from .step_inputs import StepInputs
 
@@ -66,7 +65,6 @@ class StepInPieces(StepGraphs):
 
     def _run_in_pieces(self, pieces: _CompiledForward, batch: tuple[Any, ...], named: dict[str, Any], *,
                        accumulates: bool) -> tuple[Any, ...]:
-        warn_of_eval_mode(self._components.model, self._components.report)
         self._state.prepare()
         components = self._components
         agreement, group, buckets = components.agreement, components.groups.gradients, components.options.config.buckets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ from .objective import ObjectiveModules
 if TYPE_CHECKING:
     from .options import StepOptions
     from .sharded import ShardedModel
+
+log = logging.getLogger(__name__)
 
 _HALF_INPUTS = "apexfx_half_inputs"  # the name of two hooks
 
@@ -137,9 +140,11 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 def warn_of_eval_mode(model: nn.Module, report: Report) -> None:
     """Say that no module of a model is in training mode; guards of graphs see the modes that they depend on."""
     if not any(module.training for module in model.modules()):
-        report.warn("apexfx: the step trains a model in eval mode, as from_pretrained() returns one: dropout is off, and batch "
-                    "norms use their running statistics and leave them as they are. Call model.train() before the step, and "
-                    "after each evaluation, unless this is meant")
+        message = ("apexfx: the step trains a model in eval mode, as from_pretrained() returns one: dropout is off, and batch "
+                   "norms use their running statistics and leave them as they are. Call model.train() before the step, and after "
+                   "each evaluation, unless this is meant")
+        report.note(message)
+        log.warning("%s", message)
 
 
 def check_contexts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -36,7 +37,7 @@ from .digest import digest
 from .flush import apply_accumulated
 from .hyperparameters import numbers_of
 from .last_update import LastUpdate
-from .model import StepModel, check_modules, check_traceable
+from .model import StepModel, check_modules, check_traceable, warn_of_eval_mode
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from .sharded_update import ShardedUpdate
 
 log = logging.getLogger(__name__)
+
+_OPTIONS = {each.name for options in (StepOptions, TransformConfig) for each in dataclasses.fields(options)} - {"config"}
 
 
 class TrainStep:
@@ -123,6 +126,13 @@ class TrainStep:
         self._replicas = replica_check(options.safeguard, groups, report)
         self._last = LastUpdate(components, self._graphs, self._state.name_of)
         self._recorder = BundleRecorder(components, self._graphs, self._state, self._last)
+        self._was_training = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OPTIONS:
+            raise AttributeError(f"apexfx: step.{name} = {value!r} was set, and graphs are made by the options that a step was "
+                                 "made with; make a new step, with that one, of the same model and optimizer")
+        super().__setattr__(name, value)
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
         """Run one training step; `named` goes to an objective alone.
@@ -149,6 +159,9 @@ class TrainStep:
         components, state = self._components, self._state
         check_alive(components.groups.user)
         self._note_ranks_apart(components.options)
+        if self.model.training is not self._was_training:
+            self._was_training = self.model.training
+            warn_of_eval_mode(self.model, self.report)
         self._recorder.record_where_skipped()
         call = Call(self.objective, batch, named, self.report)
         with state.all_or_nothing(), state.random_numbers():

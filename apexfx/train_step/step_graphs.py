@@ -42,7 +42,7 @@ from .accumulation import clear_accumulated
 from .capture_errors import calls_backward, capture_errors, run_or_raise_as_eager
 from .components import Components
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
-from .model import StepModel, check_contexts, check_traceable, warn_of_eval_mode
+from .model import StepModel, check_contexts, check_traceable
 from .slices import found_by_any, sum_over_ranks
 from .state import TrainingState
 from .step_compiler import NotRun, StepCompiler, StepContext
@@ -204,7 +204,6 @@ class StepGraphs:
             set_grad_enabled(recorded)
 
     def _compile_and_run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
-        warn_of_eval_mode(self._components.model, self._components.report)
         self._state.prepare()
         inputs = self._static_inputs()
         gradients = grad_versions(inputs.params)

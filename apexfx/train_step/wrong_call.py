@@ -54,9 +54,11 @@ class Call:
             elif (self._report is None or not name_precision(error, self._report)) and not _is_noted(error) \
                     and not getattr(error, "of_compiler", False):
                 error.add_note(f"  called: {self.call}, which computes {self.computes}\n  expected: {self.expected}")
-            narrow = [str(x.dtype) for x in tree_leaves((self.batch, self.named)) if isinstance(x, Tensor) and x.dtype in _NARROW]
-            if narrow and re.search(r"(?i)dtype|scalar type", str(error)):
-                error.add_note(f"  class labels and indices are int64 in torch: call .long() on what is {narrow[0]}")
+            dtypes = [str(x.dtype) for x in tree_leaves((self.batch, self.named)) if isinstance(x, Tensor) and x.dtype in _NARROW]
+            of_floats = re.search(r"(?i)dtype int32/int64|scalar type long", str(error))
+            if of_floats or dtypes and re.search(r"(?i)dtype|scalar type", str(error)):
+                what = f"what is {dtypes[0]}" if dtypes else "those that are floats"
+                error.add_note(f"  class labels and indices are int64 in torch: call .long() on {what}")
             if isinstance(error, TypeError) and re.search("missing|nexpected keyword", str(error)) \
                     and (unknown := _not_taken(self._objective, self.named)):
                 error.args = (f"apexfx: objective takes no {unknown[0]!r}: {error}",)

@@ -604,7 +604,14 @@ def test_a_step_says_in_a_line_what_it_is():
     assert repr(step).endswith(": 1 graph")
 
 
-def test_a_model_in_eval_mode_is_said_once(caplog):
+def test_options_of_a_step_cannot_be_set():
+    step = make(max_grad_norm=1.0)
+    for name in ("max_grad_norm", "accumulate", "opt_level"):
+        with pytest.raises(AttributeError, match=rf"step\.{name} = 3 was set, .*make a new step"):
+            setattr(step, name, 3)
+
+
+def test_a_model_in_eval_mode_is_said_once_behind_each_evaluation(caplog):
     model = net().insert(5, nn.Dropout())
     model[1].eval()  # a frozen batch norm is meant
     step = make(model=model)
@@ -614,6 +621,11 @@ def test_a_model_in_eval_mode_is_said_once(caplog):
     for batch in batches(2):
         step(*batch)
     assert caplog.text.count("model in eval mode") == 1 and "eval mode" in str(step.report)
+    model.train()
+    step(*batches(1)[0])
+    model.eval()
+    step(*batches(1)[0])
+    assert caplog.text.count("model in eval mode") == 2
 
 
 class Forgets(apexfx.Pass):
