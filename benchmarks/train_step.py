@@ -7,7 +7,7 @@
     python benchmarks/train_step.py --memory                              # peak memory
     python benchmarks/train_step.py --start 5 --variants torch.compile train_step     # time to the first step
 
-Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and updates by AdamW:
+Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and updates by AdamW, after `--accumulate` calls:
 
     eager            model, loss, backward, clip_grad_norm_, torch's fused AdamW
     torch.compile    the same around torch.compile(model); over ranks, around torch DDP of it
@@ -99,8 +99,8 @@ SMALL = ("mlp", "cnn", "encoder")
 
 
 def by_hand(wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> Callable[..., Step]:
-    def make(model: nn.Module, options: dict[str, Any], clip: bool) -> Step:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    def make(model: nn.Module, options: dict[str, Any], clip: bool, calls: int) -> Step:
+        optimizer, count = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), itertools.count(1)
         dtype = options.get("dtype", torch.float32)
         wrapped = wrap(model, options["inner_options"])
         scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
@@ -109,13 +109,15 @@ def by_hand(wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> Callable[
         def step(x: Tensor, y: Tensor) -> None:
             with half:
                 loss = F.cross_entropy(wrapped(x), y)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
+            scaler.scale(loss / calls).backward()
+            if next(count) % calls:
+                return
             if clip:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
+            optimizer.zero_grad()
 
         return step
     return make
@@ -136,25 +138,25 @@ def _over_ranks(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(Model(model)) if dist.is_initialized() else model
 
 
-def transformed(model: nn.Module, options: dict[str, Any], clip: bool) -> Step:
-    optimizer = FusedAdam(model.parameters(), lr=1e-4, max_grad_norm=1.0 if clip else None)
+def transformed(model: nn.Module, options: dict[str, Any], clip: bool, calls: int) -> Step:
+    count, optimizer = itertools.count(1), FusedAdam(model.parameters(), lr=1e-4, max_grad_norm=1.0 if clip else None)
     compiled = apexfx.transform(model, ddp=dist.is_initialized(), **options)
     scaler = torch.amp.GradScaler("cpu", enabled=options.get("dtype") == torch.float16)
 
     def step(x: Tensor, y: Tensor) -> None:
-        loss = F.cross_entropy(compiled(x), y)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaler.scale(F.cross_entropy(compiled(x), y) / calls).backward()
+        if next(count) % calls == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
 
     return step
 
 
-def whole(model: nn.Module, options: dict[str, Any], clip: bool, **more: Any) -> Step:
+def whole(model: nn.Module, options: dict[str, Any], clip: bool, calls: int) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return apexfx.train_step(model, F.cross_entropy, optimizer, max_grad_norm=1.0 if clip else None, ddp=dist.is_initialized(),
-                             **options, **more)
+                             accumulate=calls, **options)
 
 
 VARIANTS: dict[str, Callable[..., Step]] = {
@@ -167,6 +169,7 @@ VARIANTS: dict[str, Callable[..., Step]] = {
 
 def label(name: str, level: str, given: argparse.Namespace) -> str:
     return " ".join([name, *([level] if level != "O0" else []), *(["cpp_wrapper"] if given.cpp_wrapper else []),
+                     *([f"accumulate={given.accumulate}"] if given.accumulate > 1 else []),
                      *([f"{given.ranks} ranks"] if given.start and given.ranks > 1 else [])])
 
 
@@ -177,7 +180,7 @@ def build(name: str, variant: str, level: str, given: argparse.Namespace) -> tup
     options = {"opt_level": level, "inner_options": {"cpp_wrapper": True} if given.cpp_wrapper else {}}
     if level != "O0":
         options["dtype"] = getattr(torch, given.dtype)
-    step = VARIANTS[variant](model, options, not given.no_clip)
+    step = VARIANTS[variant](model, options, not given.no_clip, given.accumulate)
     return step, (x, torch.randint(0, 10, (len(x),)))
 
 
@@ -188,10 +191,10 @@ def measure(name: str, level: str, given: argparse.Namespace) -> list[dict[str, 
         slow_link.connect(1e6 * given.mbytes_per_s)
     made = {variant: build(name, variant, level, given) for variant in given.variants}
     for step, batch in made.values():
-        for _ in range(5):
+        for _ in range(5 * given.accumulate):
             step(*batch)
     steps = 10 if name in SMALL else 1
-    candidates = {variant: lambda step=step, batch=batch: [step(*batch) for _ in range(steps)]
+    candidates = {variant: lambda step=step, batch=batch: [step(*batch) for _ in range(steps * given.accumulate)]
                   for variant, (step, batch) in made.items()}
     times = harness.interleave(candidates, rounds=given.rounds,
                                before=(lambda _: dist.barrier()) if dist.is_initialized() else None)
@@ -283,6 +286,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--cpp-wrapper", action="store_true")
+    parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--mbytes-per-s", type=float)
     parser.add_argument("--threads", type=int, default=1)

@@ -142,8 +142,10 @@ def _subgraph(repeat: Repeat, label: str) -> fx.Graph:
     copy, graph = repeat.copies[0], fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     for place, operand in enumerate(repeat.operands[0]):
-        _, is_of_layer, name = str(_source(operand).meta.get(NAME)).partition(f"{label}.")
-        inside[operand] = graph.placeholder(_identifier(name) if is_of_layer else f"in_{place}")
+        name = str(_source(operand).meta.get(NAME))
+        own = name.removeprefix(f"{label}.")
+        inside[operand] = graph.placeholder(f"in_{place}" if own in (name, "self") else _identifier(own))
+        inside[operand].target = inside[operand].name  # which is no keyword, and no other's
         set_value(inside[operand], value(operand))
     for node in copy:
         inside[node] = graph.node_copy(node, inside.__getitem__)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import apexfx
 from apexfx.graph.mutation import storages
-from apexfx.graph.nodes import value
+from apexfx.graph.nodes import NAME, value
 from apexfx.passes import outline_layers
 from apexfx.passes.outline_layers import OutlineLayers, invoke_subgraph
 from tests.passes.blocks import Block
@@ -237,6 +237,19 @@ def test_the_bits_are_the_same(program):
         torch.manual_seed(0)
         found.append(each(*inputs()))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["w", "0.weight", "lambda", "self", "torch", "in_0", "w and w"])
+def test_what_a_layer_reads_is_named_as_in_it(name):
+    flat = graph_of(plain)
+    x, *weights = flat.graph.find_nodes(op="placeholder")
+    x.meta[NAME] = f"other_layers.0.{name}"  # is of no layer
+    for place, weight in enumerate(weights):
+        weight.meta[NAME] = f"layers.{place}.{name}"
+    gm, _ = outlined(flat)
+    names = [node.target for node in gm.layers.graph.find_nodes(op="placeholder")]
+    assert names[0] == "in_0" and (name != "w" or names[1] == "w")
+    torch.testing.assert_close(gm(*inputs()), flat(*inputs()), rtol=0, atol=0)
 
 
 class Model(nn.Module):
