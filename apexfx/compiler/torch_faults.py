@@ -104,6 +104,10 @@ def check_lowered_rightly(gm: fx.GraphModule) -> None:
             raise ValueError(f"apexfx: {source_line(node)} calls {name} of a complex matrix, which compilers of torch compute "
                              "wrongly; call it outside of the model, or write torch.linalg.solve(a.mH @ a, a.mH) in the place of "
                              "pinv(a), for an a of full column rank")
+        if torch.__version__ < (2, 14) and getattr(node.target, "__name__", "") == "multilabel_margin_loss":
+            raise ValueError(f"apexfx: {source_line(node)} calls multilabel_margin_loss, which compilers of torch before 2.14 "
+                             "compute wrongly of targets that are padded by -1; take that torch, or transform() the model alone "
+                             "and call the loss outside of it")
 
 
 def _has_gaps(node: fx.Node) -> bool:

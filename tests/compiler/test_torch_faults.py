@@ -367,6 +367,12 @@ def complex_pinv() -> bool:
     return differ(torch.linalg.pinv, lambda: (torch.randn(3, 2, dtype=torch.complex128),))
 
 
+@fault("multilabel_margin_loss counts targets behind the first -1", 141017, 185464, gone="2.14",
+       ours="compiler/torch_faults.py check_lowered_rightly")
+def padded_labels() -> bool:
+    return differ(F.multilabel_margin_loss, lambda: (torch.tensor([[1.0, -1.0, 0.5]]), torch.tensor([[0, -1, -1]])))
+
+
 @fault("a write through a dropout that drops nothing is lost", 115249, 195422, gone="2.14",
        ours="compiler/torch_faults.py _check_dropouts")
 def dropouts_of_nothing() -> bool:

@@ -188,5 +188,5 @@ def test_an_op_without_a_kernel_is_named_with_the_option_that_is_for_it(name, en
 
     with pytest.raises(NotImplementedError, match="not implemented for 'BFloat16'") as raised:
         loss()
-    assert len(raised.value.__notes__) == 1 and f"precision={{{name!r}: 'float32'}} computes it" in raised.value.__notes__[0]
+    assert f"precision={{{name!r}: 'float32'}} computes it" in raised.value.__notes__[-1]
     assert loss(precision={name: "float32"}).isfinite()
