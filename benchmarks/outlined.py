@@ -4,13 +4,17 @@
 
 Steps of AdamW that clip gradients, by Inductor, on one thread. Both update in turn, by the time of the processor. Columns:
 milliseconds without and with the pass, medians; without / with (above 1 is faster), the median with its quartiles; the peak of
-the resident set over three steps, each in a process of its own and less what it held before, with / without; what was outlined.
+the resident set over three steps, each in a process of its own and less what it held before, with / without; what was outlined,
+where anything was.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import first_call
@@ -116,25 +120,26 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     [stage] = [stage for graph in steps[WITH].report.graphs for stage in graph.stages if stage.stage == "step"]
     outlined = [match.detail for each in stage.passes if each.name == "outline_layers" for match in each.matches]
     times = harness.interleave({variant: lambda step=step: step(*batch) for variant, step in steps.items()}, rounds=rounds,
-                               clock=harness.time.process_time)
-    peaks = {variant: harness.in_new_process(peak, name, variant) for variant in steps} if outlined else {WITHOUT: 1, WITH: 1}
+                               clock=time.process_time)
+    peaks = {variant: harness.in_new_process(peak, name, variant) for variant in steps} if outlined else {}
     low, ratio, high = harness.ratios(times[WITHOUT], times[WITH])
-    return {"model": name, **{variant: 1e3 * sorted(each)[len(each) // 2] for variant, each in times.items()}, "ratio": ratio,
-            "quartiles": [low, high], "memory": peaks[WITH] / peaks[WITHOUT], "outlined": outlined}
+    return {"model": name, **{variant: 1e3 * statistics.median(each) for variant, each in times.items()}, "ratio": ratio,
+            "quartiles": [low, high], "memory": peaks[WITH] / peaks[WITHOUT] if peaks else None, "outlined": outlined}
 
 
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=harness.Path)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
     for name in options.models:
         rows.append(row := harness.in_new_process(measure, name, options.rounds))
         print(name, row, flush=True)
     print(tabulate([(row["model"], f"{row[WITHOUT]:.1f}", f"{row[WITH]:.1f}",
-                     f"{row['ratio']:.2f} ({row['quartiles'][0]:.2f}-{row['quartiles'][1]:.2f})", f"{row['memory']:.2f}",
+                     f"{row['ratio']:.2f} ({row['quartiles'][0]:.2f}-{row['quartiles'][1]:.2f})",
+                     "" if row["memory"] is None else f"{row['memory']:.2f}",
                      "; ".join(row["outlined"])) for row in rows],
                    headers=("model", "without, ms", "with, ms", "without / with", "memory", "outlined"), disable_numparse=True))
     harness.write_record(options.json, rows=rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import apexfx
@@ -178,3 +179,19 @@ def test_amp_without_casts_goes_with_any_level():
     model = transformed(amp.initialize(Net(), opt_level="O0", verbosity=0), opt_level="O2")
     model(images()).sum().backward()
     assert model.report.casts() and not any("amp" in note for note in model.report.notes)
+
+
+def test_a_loss_that_compilers_count_padded_targets_in_is_refused_and_right_outside():
+    """pytorch#141017, mended in 2.14."""
+    x, targets, model = torch.randn(3, 4), torch.tensor([[0, -1, -1, -1], [2, 1, -1, -1], [3, 0, 1, 2]]), nn.Linear(4, 4)
+    step = apexfx.train_step(model, F.multilabel_margin_loss, torch.optim.SGD(model.parameters(), lr=0.0), opt_level="O0",
+                             inner="eager")
+    expected = F.multilabel_margin_loss(model(x), targets)
+    if torch.__version__ < (2, 14):
+        with pytest.raises(ValueError, match=r"calls multilabel_margin_loss, .*; take that torch, or transform\(\) the model"):
+            step(x, targets)
+    else:
+        torch.testing.assert_close(step(x, targets), expected.detach())
+    loss = F.multilabel_margin_loss(apexfx.transform(model, opt_level="O0", inner="eager")(x), targets)
+    torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())),
+                               torch.autograd.grad(expected, list(model.parameters())))

@@ -57,12 +57,14 @@ class Pipeline:
             gm: every node has its value in `meta["val"]`.
             inputs: makes the real inputs of `gm`, needed by `verify="each"`.
         """
-        text, rows = printing.to_python(gm), order.rows(gm.graph)
-        report = StageReport(stage, captured=printing.with_header(text, gm, f"{stage} graph as captured"))
+        captured, rows = printing.to_python(gm), order.rows(gm.graph)
+        text = captured
+        report = StageReport(stage, captured=printing.with_header(captured, gm, f"{stage} graph as captured"))
         for pass_ in self.stage(stage):
             entry, text, rows = self._run_pass(pass_, stage, gm, inputs, text, rows)
             report.passes.append(entry)
-        gm.recompile()
+        if text is not captured:
+            gm.recompile()
         if stage == "forward":
             report.ops = op_dtypes(gm)
         else:

@@ -33,11 +33,6 @@ class TensorProof:
     worst_ops: float | None
     is_wrong: bool = False
 
-    @property
-    def ratio(self) -> float:
-        """How many times the error of the ops that of the code is; 0 where it has none."""
-        return self.code / self.ops if self.ops else float("inf") if self.code else 0.0
-
 
 @dataclass(frozen=True)
 class Proof:
@@ -64,7 +59,7 @@ class Proof:
         if self.fault or worst is None:
             return self.fault or "code proved: it gives no tensor"
         off = "from the ops" if worst.ops is None else \
-            f"off, {f'{worst.ratio:.1f} times the error of the ops' if worst.ops else 'where the ops have none'}"
+            f"off, {f'{worst.code / worst.ops:.1f} times the error of the ops' if worst.ops else 'where the ops have none'}"
         return f"code proved: {count_text(len(self.rows), 'tensor')}, worst {worst.code:.1e} of its size {off}, {worst.name}"
 
     def to_json(self) -> dict[str, Any]:
