@@ -63,9 +63,11 @@ class ChannelsLast(Pass):
                 for source in node.args[1:3]:
                     node.replace_input_with(source, copies.get(source, source))
             if node.op == "call_function" and not moved.isdisjoint(node.all_input_nodes):
-                before = _strides(value(node))
-                set_value(node, evaluate(node, mode))
-                if _strides(value(node)) != before:
+                if node.target is aten.view.default:  # of a gradient that goes into a bucket, say
+                    node.target = aten.reshape.default
+                laid_out = evaluate(node, mode)
+                if _strides(laid_out) != _strides(value(node)):
+                    set_value(node, laid_out)
                     moved.add(node)
         if moved:
             self._lay_out_gradients(gm, mode)
@@ -121,7 +123,8 @@ def _takes_any_strides(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return not isinstance(node.target, HigherOrderOperator)
     namespace, _, name = node.target.name().partition("::")
-    return namespace in _NAMESPACES and name.partition(".")[0] not in _READ_STRIDES and not draws_random_numbers(node)
+    reads = name.partition(".")[0] in _READ_STRIDES and node.target is not aten.view.default
+    return namespace in _NAMESPACES and not reads and not draws_random_numbers(node)
 
 
 def _strides(val: Any) -> list[tuple[str, ...]]:

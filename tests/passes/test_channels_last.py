@@ -14,6 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import apexfx
 from apexfx import passes
+from apexfx.graph import order
+from apexfx.graph.mutation import storages
 from apexfx.graph.nodes import value
 from apexfx.graph.printing import format_graph
 from apexfx.passes.channels_last import ChannelsLast
@@ -94,6 +96,26 @@ def test_images_of_one_channel_that_are_not_contiguous_are_copied():
     pass_ = ChannelsLast()
     assert pass_(gm).modified and [match.detail for match in pass_.matches] == ["(2, 1, 5, 5) once, for forward and backward"]
     assert all(map(is_channels_last, gm.graph.find_nodes(op="call_function", target=aten.convolution.default)))
+
+
+def test_gradients_in_a_bucket_lie_where_they_lay():
+    def run(x, w):
+        y = convolution(x, w)
+        gradient = convolution_backward(y, x, w)[1]
+        rows = aten.view.default(gradient, [1, -1])
+        flat = torch.ops.apexfx.flatten_bucket.default([gradient], [0], gradient.numel(), torch.float32)
+        return rows, aten.view.default(aten.mul_.Tensor(flat, 0.5), gradient.shape)
+
+    gm, tensors = traced(run, IMAGE, WIDE)
+    expected, before = gm(*tensors), order.rows(gm.graph)
+    pass_ = ChannelsLast()
+    assert pass_(gm).modified
+    order.check(before, order.rows(gm.graph), pass_.name)
+    *_, rows, flat, scaled, whole = [node for node in gm.graph.nodes if node.op == "call_function"]
+    assert (rows.target, whole.target) == (aten.reshape.default, aten.view.default)  # of what lies otherwise; of the bucket
+    assert storages(value(flat)) == storages(value(scaled)) == storages(value(whole))
+    gm.recompile()
+    torch.testing.assert_close(gm(*tensors), expected, rtol=1e-5, atol=1e-4)  # sums in another order
 
 
 def reads_strides(x, w):
