@@ -67,9 +67,12 @@ def load(components: Components, state: dict[str, Any]) -> None:
             holder.load_state_dict(held if name == "model" else state[name])
         components.optimizers.check_held(names_of_parameters(components))
         _check_kept(components, state)
-    except BaseException:
+    except BaseException as error:
         for name, holder in holders.items():
             holder.load_state_dict(before[name])
+        if 'Unexpected key(s) in state_dict: "module.' in str(error):
+            error.add_note("  apexfx: the names are those of a model in DistributedDataParallel: take the prefix away, by "
+                           "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state['model'], 'module.')")
         raise
     if components.slices is not None:
         components.slices.load(state.get("slices"))

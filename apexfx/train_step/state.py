@@ -31,6 +31,7 @@ from .parts import with_updates
 from .slots import SlotTensor, slots_of
 from .step_inputs import StepInputs
 from .structure import Structure
+from .wrong_call import mark_applied
 
 
 @dataclass
@@ -326,11 +327,12 @@ class TrainingState:
                 p.grad = optimizers.layout.as_state(next(left), p) if here else None
         if now.optimizer is not None:
             self._note_updated(now.params if all(present) else [p for p, here in zip(now.params, present) if here])
-            return
-        if not (self._components.may_skip or self.mean.last is not None) or not is_skipped(verdict):
+        elif not (self._components.may_skip or self.mean.last is not None) or not is_skipped(verdict):
             optimizers.step()
-        if not options.keep_grads:
+        if now.optimizer is None and not options.keep_grads:
             self._drop_gradients()
+        elif options.keep_grads:
+            mark_applied(p.grad for p in now.params if p.grad is not None)
 
     def end_accumulation(self) -> None:
         """Count what was accumulated as done."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import is_dtensor, step_pre_hooks, tree_leaves
+from .._torch import is_dtensor, step_pre_hooks, tensor_version, tree_leaves
 from ..compiler.forward_errors import name_precision
 from ..errors import RankFailureError, RankMismatchError
 from ..report.data import Report
@@ -20,6 +20,8 @@ from .function import SupervisedObjective
 
 _NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
 _OUT_OF_RANGE = re.compile(r"index out of bounds: (?:(-?\d+)L? <= )?\w+ < (\d+)")  # of Inductor's code, with the file of a kernel
+_BATCH = re.compile(r"\bbatch\[(\d+)\]")
+_APPLIED = "_apexfx_applied"  # of a gradient: its version when it was applied
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
 
 
@@ -49,6 +51,8 @@ class Call:
         except (RankMismatchError, RankFailureError):
             raise
         except Exception as error:
+            if error.args and str(error.args[0]).startswith("apexfx:"):
+                error.args = (_BATCH.sub(self._called, error.args[0]), *error.args[1:])
             if "needed for gradient computation has been modified" in str(error):
                 error.add_note("  model or loss writes in place what the backward reads; write it out of place: x = x + 1")
             elif (self._report is None or not name_precision(error, self._report)) and not _is_noted(error) \
@@ -96,14 +100,26 @@ class Call:
     def _shown_arguments(self) -> list[str]:
         return [*map(shown, self.batch), *(f"{name}={shown(x)}" for name, x in self.named.items())]
 
+    def _called(self, place: re.Match[str]) -> str:
+        """Return "batch[1]" with the objective's own name of it: "labels (batch[1])"."""
+        names = [] if isinstance(self._objective, SupervisedObjective) else [
+            name for name, p in _parameters(self._objective).items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        named = names[1:][int(place[1]):][:1]
+        return f"{named[0]} ({place[0]})" if named else place[0]
+
+
+def _parameters(objective: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return what an objective takes when it is called: of a decorated one, what the decorator's function does."""
+    try:
+        return inspect.signature(objective, follow_wrapped=False).parameters
+    except (TypeError, ValueError):  # of what is written in C
+        return {}
+
 
 def _not_taken(objective: Callable[..., Any], named: Iterable[str]) -> list[str]:
     """Return which names an objective has no parameter of."""
-    try:
-        parameters = inspect.signature(objective).parameters
-    except (TypeError, ValueError):  # of what is written in C
-        return []
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    parameters = _parameters(objective)
+    takes_all = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return [name for name in named if name not in parameters and not takes_all]
 
 
@@ -131,7 +147,9 @@ LOSS_BACKWARD = _LossBackward()
 
 
 class _SecondUpdate:
-    """A hook on an optimizer's `step()`: says once that it does nothing after a training step, and refuses it over rows."""
+    """A hook on an optimizer's `step()`: says once that it does nothing after a training step, and refuses it over rows, and of
+    gradients that a training step has applied.
+    """
 
     only_observes = True
 
@@ -143,11 +161,21 @@ class _SecondUpdate:
                for p, held in optimizer.state.items() if isinstance(held, dict)):
             raise RuntimeError("apexfx: optimizer.step() was called on whole gradients, and with shard= this rank has the state "
                                "of its rows alone: update by the training step, or train without shard=")
-        if self._report is not None and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(getattr(gradient, _APPLIED, None) == tensor_version(gradient) for gradient in gradients):
+            raise RuntimeError("apexfx: optimizer.step() was called on gradients that keep_grads=True has left in .grad, and the "
+                               "training step has updated the parameters by them already: leave out optimizer.step()")
+        if self._report is not None and not gradients:
             self._report.warn("apexfx: optimizer.step() was called, and no parameter has a gradient, so it did nothing: a "
                               "training step has updated the parameters already. Leave out zero_grad(), backward(), "
                               "clip_grad_norm_() and optimizer.step() around it (max_grad_norm= clips in the step)")
             self._report = None
+
+
+def mark_applied(gradients: Iterable[Tensor]) -> None:
+    """Have an `optimizer.step()` refuse gradients as they are now."""
+    for gradient in gradients:
+        setattr(gradient, _APPLIED, tensor_version(gradient))
 
 
 def note_second_updates(optimizers: Iterable[torch.optim.Optimizer], report: Report) -> None:

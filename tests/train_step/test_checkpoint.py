@@ -130,6 +130,18 @@ def same(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+def test_names_of_a_model_in_ddp_are_led_to_those_of_the_model():
+    step, state = make(), copy.deepcopy(trained())
+    before = copy.deepcopy(step.state_dict())
+    state["model"] = {f"module.{name}": x for name, x in state["model"].items()}
+    with pytest.raises(RuntimeError, match='Unexpected key') as raised:
+        step.load_state_dict(state)
+    assert "consume_prefix_in_state_dict_if_present" in raised.value.__notes__[0] and same(step.state_dict(), before)
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state["model"], "module.")
+    step.load_state_dict(state)
+    assert same(step.state_dict()["model"], trained()["model"])
+
+
 @pytest.mark.filterwarnings("ignore:Casting complex")
 @table(1, "start", range(3))
 def test_every_damage_of_every_entry(start):

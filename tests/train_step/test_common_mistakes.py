@@ -112,6 +112,21 @@ def test_a_step_of_the_optimizer_beside_it(optimizer, caplog):
     assert caplog.text.count("no parameter has a gradient") == 1
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.NAdam])  # in the graph, and of its own step()
+def test_gradients_that_are_kept_are_not_applied_again(optimizer):
+    step = make(optimizer, keep_grads=True)
+    for _ in range(2):
+        step(X, Y)
+        before = copy.deepcopy(step.model.state_dict())
+        with pytest.raises(RuntimeError, match="keep_grads=True has left in .grad, .* leave out optimizer.step()"):
+            step.optimizer.step()
+        torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
+    step.optimizer.zero_grad()
+    F.cross_entropy(step.model(X), Y).backward()
+    step.optimizer.step()
+    assert not torch.equal(step.model.state_dict()["0.weight"], before["0.weight"])
+
+
 def test_a_loop_of_its_own_beside_it_is_no_mistake(caplog):
     step, model = make(), build()
     step(X, Y)

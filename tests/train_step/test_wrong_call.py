@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -99,6 +100,9 @@ KEYWORDS = {
     # Unpack the dictionary.
     "step({...}), of an objective": (lambda s: s({"x": X, "labels": Y}), TypeError, [
         "objective(model, {'x': float32[6, 8], 'labels': int64[6]})", "step(**batch) a dictionary"]),
+    # Number the labels from 0 to 3, or give the model more outputs.
+    "step(x, y + 4), of an objective": (lambda s: s(X, Y + 4), IndexError, [
+        "apexfx: labels (batch[1]) has 4 at [0]|Target 4 is out of bounds", "objective(model, float32[6, 8], int64[6])"]),
     # Give the objective its labels.
     "step(x), of an objective": (lambda s: s(X), TypeError, ["objective()", "objective(model, float32[6, 8])",
                                                         "expected: step(...) with what"]),
@@ -115,6 +119,22 @@ def test_an_input_of_a_subclass_is_refused_and_breaks_nothing(of_subclass):
     with pytest.raises(ValueError, match=r"'batch\[0\]' is a (Wrapped|TwoTensor), .*as_subclass\(torch.Tensor\)"):
         step(of_subclass(X), Y)
     step(X, Y)
+
+
+def test_what_a_decorated_objective_takes_is_read_of_what_is_called():
+    def objective(model, x, labels):
+        return F.cross_entropy(model(x), labels)
+
+    @functools.wraps(objective)
+    def decorated(model, *, features, **named):
+        return objective(model, features, **named)
+
+    model = Net()
+    step = apexfx.train_step(model, objective=decorated, optimizer=SGD(model.parameters(), lr=0.125), inner="eager")
+    step(features=X, labels=Y)
+    with pytest.raises(TypeError) as raised:  # which eager raises too
+        step(features=X, targets=Y)
+    assert "objective takes no 'features'" not in str(raised.value)
 
 
 def test_anomaly_mode_is_refused_in_one_graph_and_runs_in_pieces():
