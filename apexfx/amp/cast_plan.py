@@ -16,16 +16,16 @@ from ..graph.nodes import Call, argument
 from ..precision.policy import (
     additive_mask,
     asked_dtype,
+    decide_call,
     is_float32_limit,
     is_user_cast,
     keeps_float32_limits,
     left_to_user,
     limited,
     narrow,
-    operand_dtypes,
     saturated,
 )
-from ..precision.rules import FLOATS, Rule, decide, lookup
+from ..precision.rules import FLOATS, Rule, lookup
 
 # Set on a tensor whose dtype the user's own code chose: `policy.left_to_user`.
 USER_CAST = "_apexfx_user_cast"
@@ -181,24 +181,19 @@ class CastPlan:
         return by_position, by_name
 
     def _decide(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[Any]) -> Decision:
-        in_place, out = kwargs.get("inplace") is True, kwargs.get("out") is not None
-        rule = self.rule
+        rule, out = self.rule, kwargs.get("out")
         if rule is None:
-            rule = lookup(self.name, self.executor.rules, in_place=in_place, out=out, names_dtype=_DTYPE in kinds,
-                          equation=next(iter(args), None))
+            rule = lookup(self.name, self.executor.rules, in_place=kwargs.get("inplace") is True, out=out is not None,
+                          names_dtype=_DTYPE in kinds, equation=next(iter(args), None))
+        of_out = out.dtype if isinstance(out, Tensor) else None
+        targets, half = decide_call(rule, self.name, args, kwargs, kinds, self.executor.half, of_out)
         if rule.family == "foreign":
-            targets = tuple(torch.float32 if kind == self.executor.half else None for kind in kinds)
-        elif out:
-            result: list[Any] = []
-            signature([kwargs["out"]], result, [])
-            targets = decide(rule, [result[0], *kinds], self.executor.half)[1:]
-        else:
-            targets = decide(rule, operand_dtypes(self.name, args, kwargs, kinds), self.executor.half)
+            targets, half = tuple(torch.float32 if kind == self.executor.half else None for kind in kinds), None
         flat = [*leaves((*args, *kwargs.values()))]
         if any(flat[place] is tensor for tensor in _written(func, args, kwargs) for place, to in enumerate(targets) if to):
-            targets = (None,) * len(kinds)  # a write to a cast would be lost: all is as the program gives it
+            targets, half = (None,) * len(kinds), narrow(kinds)  # a write to a cast would be lost: all is as it was given
         wide = _WIDE in kinds
-        half = narrow([target or kind for target, kind in zip(targets, kinds)]) if wide and "dtype" not in kwargs else None
+        half = half if wide else None
         masked = isinstance(additive_mask(self.name, args, kwargs), Tensor)
         places = None if half is not None or masked else places_of(targets, args, kwargs)
         return Decision(rule, targets if any(targets) else None, half, wide, places)

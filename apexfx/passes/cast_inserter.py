@@ -21,15 +21,14 @@ from ..precision.casts import CastRow, dtype_of, insert_cast, insert_limits, is_
 from ..precision.policy import (
     Policy,
     additive_mask,
+    decide_call,
     is_float32_limit,
     is_user_cast,
     keeps_float32_limits,
     left_to_user,
     limited,
-    narrow,
-    operand_dtypes,
 )
-from ..precision.rules import FLOATS, FOREIGN, SAME_DATA_FAMILIES, Rule, decide, lookup
+from ..precision.rules import FLOATS, FOREIGN, SAME_DATA_FAMILIES, Rule, lookup
 
 _CAPTURED = "the dtypes it was captured with"
 
@@ -182,7 +181,6 @@ class CastInserter:
         else:
             before = node.args, node.kwargs
             moved = self._cast_arguments(node, name, rule)
-            moved |= self._limit_numbers(node, name)
             if moved or stale:
                 self._evaluate(node, before)
         node.meta.setdefault(RULE, (rule.kind, rule.family, rule.reason))
@@ -222,14 +220,18 @@ class CastInserter:
             self.float32_limits.add(node)
 
     def _cast_arguments(self, node: fx.Node, name: str, rule: Rule) -> bool:
-        dtypes = [dtype_of(a) for a in tree_leaves((node.args, node.kwargs))]
-        dtypes = operand_dtypes(name, node.args, node.kwargs, dtypes)
-        if "out" in node.kwargs:
-            targets = decide(rule, [dtype_of(node.kwargs["out"]), *dtypes], self.policy.half)[1:]
-        else:
-            targets = decide(rule, dtypes, self.policy.half)
+        """Cast what the policy decides, and bring numbers that were within float32's range back into that of half."""
+        before = tree_leaves((node.args, node.kwargs))
+        targets, half = decide_call(rule, name, node.args, node.kwargs, list(map(dtype_of, before)), self.policy.half,
+                                    dtype_of(node.kwargs.get("out")))
         mask = additive_mask(name, node.args, node.kwargs)
-        return self._replace(node, targets, op=op_name(node), rule=rule.kind, reason=rule.reason, mask=mask)
+        moved = self._replace(node, targets, op=op_name(node), rule=rule.kind, reason=rule.reason, mask=mask)
+        if half is None:
+            return moved
+        args, kwargs = tree_map(lambda leaf: limited(leaf, name, half), (tuple(node.args), dict(node.kwargs)))
+        if any(isinstance(old, float | int) and new is not old for new, old in zip(tree_leaves((args, kwargs)), before)):
+            node.args, node.kwargs, self.edited, moved = args, kwargs, True, True
+        return moved
 
     def _replace(
         self, node: fx.Node, targets: Sequence[torch.dtype | None], *, op: str, rule: str, reason: str,
@@ -277,18 +279,6 @@ class CastInserter:
         row = ledger_row(cast, tensor, op=op, rule=rule, reason=reason, body=self.body)
         self.unrecorded.append((cast, row))
         return cast
-
-    def _limit_numbers(self, node: fx.Node, name: str) -> bool:
-        """Bring Python numbers that were within float32's range back into that of a tensor that is half now."""
-        half = narrow([dtype_of(n) for n in node.all_input_nodes])
-        if half is None or "dtype" in node.kwargs:
-            return False
-        before = tree_leaves((node.args, node.kwargs))
-        args, kwargs = tree_map(lambda a: limited(a, name, half), (tuple(node.args), dict(node.kwargs)))
-        if all(new is old for new, old in zip(tree_leaves((args, kwargs)), before)):
-            return False
-        node.args, node.kwargs, self.edited = args, kwargs, True
-        return True
 
     def _evaluate(self, node: fx.Node, before: tuple[Any, Any] | None = None) -> None:
         try:

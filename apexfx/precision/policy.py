@@ -19,7 +19,7 @@ from ..graph.mutation import body_of
 from ..graph.nodes import KIND, NAME, OF_STEP, OTHER_NAMES, OUTSIDE_OF_MODEL, argument, module_paths, op_name
 from ..graph.op_names import canonical_name
 from . import argument_marks
-from .rules import ADDITIVE_MASKS, FLOATS, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, lookup
+from .rules import ADDITIVE_MASKS, FLOATS, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, decide, lookup
 
 _NAMED_DTYPES = {
     "float32": torch.float32, "float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -115,18 +115,22 @@ def additive_mask(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return kwargs.get(keyword, args[position] if position < len(args) else None)
 
 
-def operand_dtypes(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtypes: Sequence[torch.dtype | None]
-) -> Sequence[torch.dtype | None]:
-    """Return the dtypes of a call's arguments as `rules.decide` takes them: None for a residual, added whatever its dtype.
+def decide_call(rule: Rule, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtypes: Sequence[torch.dtype | None],
+                half: torch.dtype, out: torch.dtype | None) -> tuple[tuple[torch.dtype | None, ...], torch.dtype | None]:
+    """Return the dtype that each argument of a call of `name` is cast to, and the half type that its numbers have to fit.
 
     Args:
         dtypes: of the arguments in order, nested sequences flattened; None for what is no tensor.
+        half: the half type.
+        out: the dtype of `out=`, where that is given.
     """
-    if name not in RESIDUALS:
-        return dtypes
-    places = (*range(len(args)), *kwargs)
-    return [None if place in RESIDUALS[name] else dtype for place, dtype in zip(places, dtypes)]
+    if kwargs.get("out") is not None:
+        targets = decide(rule, [out, *dtypes], half)[1:]
+    else:
+        residuals = RESIDUALS.get(name, ())  # which are added whatever their dtype
+        places = (*range(len(args)), *kwargs) if residuals else (None,) * len(dtypes)
+        targets = decide(rule, [None if place in residuals else dtype for place, dtype in zip(places, dtypes)], half)
+    return targets, None if "dtype" in kwargs else narrow([target or dtype for target, dtype in zip(targets, dtypes)])
 
 
 def saturated(tensor: Any, half: torch.dtype, call: Callable[..., Any] = lambda op, *args: op(*args)) -> Any:

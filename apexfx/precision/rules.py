@@ -152,7 +152,7 @@ STORED_NUMBERS = frozenset("""
 # The additive mask of attention, by position and name; see `policy.additive_mask`.
 ADDITIVE_MASKS = {"scaled_dot_product_attention": (3, "attn_mask"), "multi_head_attention_forward": (16, "attn_mask")}
 
-# What a batch norm adds to its result, by position and name: no parameter of it; see `policy.operand_dtypes`.
+# What a batch norm adds to its result, by position and name: no parameter of it; see `policy.decide_call`.
 RESIDUALS = {"apexfx.sync_batch_norm": (9, "residual")}
 
 # Whose result is the same data, so that a dtype the user chose for the argument is still the user's choice.
