@@ -15,6 +15,7 @@ import math
 import operator
 import re
 import string
+import threading
 import time
 import traceback
 import types
@@ -62,6 +63,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.codegen.cpp_utils import LocalBufferContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
 from torch._inductor.decomposition import select_decomp_table as inductor_decompositions
@@ -555,6 +557,20 @@ class GeneratedCode(NamedTuple):
     source: str
     nodes: Mapping[str, Sequence[str]]
     lowered_from: Mapping[str, Sequence[str]]
+
+
+@functools.cache
+def know_vectors() -> threading.Thread:
+    """Begin to find out, in a thread, which vectors Inductor's code may have here: compiling and loading a file of each takes it
+    seconds, once in a process, in which a model can be captured.
+    """
+    def look() -> None:
+        with contextlib.suppress(Exception):  # which Inductor then meets itself
+            valid_vec_isa_list()
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    return thread
 
 
 def generated_code() -> list[GeneratedCode]:

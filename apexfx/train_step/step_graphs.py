@@ -24,6 +24,7 @@ from .._torch_compilers import (
     INLINE_REGIONS,
     dynamo_config,
     explained_aliases,
+    know_vectors,
     mark_static,
     mark_static_address,
     run_cached_graphs,
@@ -77,6 +78,8 @@ class StepGraphs:
     def __init__(self, components: Components, state: TrainingState) -> None:
         self._components, self._state = components, state
         options, groups = components.options, copy.copy(components.groups)
+        if options.config.inner == "inductor":
+            know_vectors()  # while Dynamo captures
         if components.slices is not None:
             groups.gradients = None  # the graph of a slice is the same on any number of ranks
         self._context = StepContext(
