@@ -52,7 +52,7 @@ class Communication:
         what: names it in errors: "collectives of graph 0".
         items: JSON-able descriptions, in order, the same on every rank.
         mode: returns "train" or "eval", the mode of the model, or "" where none is known; for errors.
-        numbers: returns what may be others at each run, and every rank is to have alike: of an optimizer's groups, by name.
+        numbers: returns what may be others at each run, and every rank is to have alike, by name: of an optimizer's groups.
         agreed: whether all ranks have compared it before.
     """
 
@@ -281,6 +281,6 @@ def _different(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
         lines.append(f"  {said}")
     if len({row[2] for row in rows}) > 1:
         lines += [*_counts(rows), "One of them may have failed in a step, and gone on to the next."]
-    lines.append("A schedule needs what all ranks have alike: an averaged loss." if of_numbers else
+    lines.append("A schedule needs what all ranks have alike, an averaged loss; all ranks load a checkpoint." if of_numbers else
                  "Every rank must build the same model with the same options and run the same graph.")
     return "\n".join(lines)

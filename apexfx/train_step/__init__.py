@@ -14,6 +14,8 @@ each rank has rows), `model` (what stands in for modules during a call), `last_u
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +31,8 @@ from .parts.part import Slot as Slot
 from .parts.safeguard import Event as Event
 from .parts.safeguard import Safeguard as Safeguard
 from .step import TrainStep as TrainStep
+
+log = logging.getLogger(__name__)
 
 
 def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
@@ -97,4 +101,13 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
            "shard": shard, "parts": with_own(parts, EMA.checked(ema))}
     step_options = StepOptions.from_arguments(own, options, also=["loss_fn", "optimizer", "objective", "modules", "ema"])
     check_what_is_trained(loss_fn, optimizer, objective)
-    return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, step_options, modules)
+    step = TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, step_options, modules)
+    if "opt_level" not in options:
+        _tell_of_default(step_options.config.half_dtype(p.device for p in model.parameters()))
+    return step
+
+
+@functools.cache  # once in a process
+def _tell_of_default(half: torch.dtype) -> None:
+    log.warning("apexfx: opt_level= was not given, and O1 computes matrix products in %s, as torch.autocast does; "
+                "opt_level='O0' computes in float32, as a loop without autocast", str(half).removeprefix("torch."))

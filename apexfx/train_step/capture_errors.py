@@ -195,7 +195,8 @@ def capture_errors(report: Report) -> Iterator[None]:
             raise refused from inner.__cause__
         raise _not_one_graph(f"{type(inner).__name__}: {said}") from inner
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
-        raise _of_dynamo(error) from error
+        found = _of_dynamo(error)  # whose text has the program's own frames
+        raise found from error if dynamo_config.verbose else error.with_traceback(None)
     except Exception as error:
         if is_told(error) or not _while_compiling(error):
             raise

@@ -153,7 +153,7 @@ class TrainingState:
             self._group, averages = None, False
         self._divisor = self._group.size() if averages else 1
         self.mean = StepMean(components.options, self._group, self._divisor, components.device, components.report)
-        self.num_calls = 0
+        self.num_calls = self.num_loads = 0
         self.changed = self.communicated = False
         self._broken = ""  # why nothing can be trained on
 
@@ -220,10 +220,11 @@ class TrainingState:
         self.note_communication()
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of the optimizers' groups, by name, but for tensors on a device."""
+        """Return what all ranks are to have alike, by name: the numbers of optimizers' groups, but for tensors on a device."""
+        loads = {"calls of load_state_dict()": self.num_loads}
         if (now := self.now).optimizer is None:  # whose own step() reads them
-            return numbers_of(self._components.optimizers)
-        return {**now.constants, **now.optimizer.hyperparameters.numbers}
+            return {**numbers_of(self._components.optimizers), **loads}
+        return {**now.constants, **now.optimizer.hyperparameters.numbers, **loads}
 
     def name_of(self, place: int) -> str | None:
         """Return the name of one of the parameters."""

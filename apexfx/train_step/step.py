@@ -21,10 +21,10 @@ from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups, averaged_over_none
 from ..compiler.traced import Traced
-from ..config import TransformConfig
+from ..config import TransformConfig, is_number
 from ..distributed.agreement import Communication, check_alive
 from ..errors import NonFiniteError
-from ..graph.printing import count_text
+from ..graph.printing import count_text, first_names
 from ..host_memory import keep_freed_memory
 from ..ops.apply_gradients import is_skipped
 from ..report.data import Report
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FIRST_CALLS = 10  # in which gradients beside the step's are looked for
 _OPTIONS = {each.name for options in (StepOptions, TransformConfig) for each in dataclasses.fields(options)} - {"config"}
 
 
@@ -126,7 +127,7 @@ class TrainStep:
         self._replicas = replica_check(options.safeguard, groups, report)
         self._last = LastUpdate(components, self._graphs, self._state.name_of)
         self._recorder = BundleRecorder(components, self._graphs, self._state, self._last)
-        self._was_training = True
+        self._was_training, self._rates = True, list[float]()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OPTIONS:
@@ -166,6 +167,7 @@ class TrainStep:
         call = Call(self.objective, batch, named, self.report)
         with state.all_or_nothing(), state.random_numbers():
             state.prepare(cached=True)
+            self._warn_of_habits()
             self._check_autocast()
             self._last.start_call(batch, named)
             accumulates = state.num_accumulated_calls() + 1 < components.options.accumulate
@@ -191,6 +193,21 @@ class TrainStep:
             message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to "
                        "train apart, or something else averages")
             self.report.note(message) if self._outside or options.keep_grads else self.report.warn(message)
+
+    def _warn_of_habits(self) -> None:
+        """Say once what a loop does around its calls and a step takes no part in: other gradients; a schedule that runs ahead."""
+        state, options = self._state, self._components.options
+        if state.num_calls < _FIRST_CALLS and not options.keep_grads:
+            if names := [state.name_of(place) for place, p in enumerate(state.now.params) if p.grad is not None]:
+                self.report.warn(f"apexfx: {first_names(names)} has a gradient when the step is called, which is not added to "
+                                 "the step's own: compute all of the loss in the step's objective, and call zero_grad() once "
+                                 "where it is left over")
+        if options.accumulates:
+            rates, self._rates = self._rates, [group["lr"] for each in self._components.optimizers
+                                               for group in each.param_groups if is_number(group.get("lr"))]
+            if state.num_accumulated_calls() and rates != self._rates:
+                self.report.warn("apexfx: the learning rate has changed between calls that accumulate, as where a schedule goes "
+                                 "on at each call, and not at each update: `if step.updated: scheduler.step()`")
 
     def _check_autocast(self) -> None:
         kind = self._components.device.type
@@ -459,6 +476,7 @@ class TrainStep:
             RuntimeError, ValueError: it is of another model or optimizer; torch says which entries differ. Nothing has changed.
         """
         checkpoint.load(self._components, state)
+        self._state.num_loads += 1
         for host in (self._skips_teller, self._components.safeguard):
             if host is not None:
                 host.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -58,6 +59,23 @@ def test_ranks_that_train_apart_are_told_so(rank, world_size):
         notes, warnings = told_by(may_average)
         assert len(notes) == 1 and not warnings
     assert told_by(lambda: transformed(ddp=True)) == told_by(lambda: transformed(frozen=True)) == [[], []]
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_one_rank_alone_loads_is_refused_before_the_next_update(rank, world_size):
+    made, batch = step(ddp=True), (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
+    made(*batch)
+    state = copy.deepcopy(made.state_dict())
+    made(*batch)
+    before = copy.deepcopy(made.state_dict())
+    if rank == 0:
+        made.load_state_dict(state)
+    with pytest.raises(apexfx.RankMismatchError, match=r"load_state_dict\(\): rank 0 has 1, rank 1 has 0\n.*load a checkpoint"):
+        made(*batch)
+    torch.testing.assert_close(made.state_dict(), before if rank else state, rtol=0, atol=0)
+    if rank:
+        made.load_state_dict(state)
+    made(*batch)
 
 
 def begins_later(rank, world_size, path):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import apexfx
+from apexfx.train_step import _tell_of_default
 from tests.tables import table
 
 X, Y = torch.randn(8, 6), torch.randint(4, (8,))
@@ -125,6 +126,38 @@ def test_gradients_that_are_kept_are_not_applied_again(optimizer):
     F.cross_entropy(step.model(X), Y).backward()
     step.optimizer.step()
     assert not torch.equal(step.model.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_gradients_beside_the_step_are_not_added_and_that_is_said(caplog):
+    step, other = make(), make()
+    for each, leaves in ((step, True), (other, False)):
+        for _ in range(2):
+            each.optimizer.zero_grad()
+            if leaves:
+                each.model(X).square().mean().backward()
+            each(X, Y)
+    torch.testing.assert_close(step.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
+    assert caplog.text.count("0.weight, 0.bias, 2.weight, 2.bias has a gradient when the step is called, which is not added") == 1
+
+
+def test_a_schedule_that_goes_on_at_each_call_that_accumulates(caplog):
+    for by_update in (True, False):
+        step = make(accumulate=2)
+        schedule = torch.optim.lr_scheduler.StepLR(step.optimizer, 1, gamma=0.5)
+        for _ in range(6):
+            step(X, Y)
+            if not by_update or step.updated:
+                schedule.step()
+        assert caplog.text.count("the learning rate has changed between calls that accumulate") == (0 if by_update else 1)
+
+
+def test_low_precision_that_nobody_asked_for_is_said(caplog):
+    _tell_of_default.cache_clear()
+    said = "opt_level= was not given, and O1 computes matrix products in bfloat16"
+    for options, count in (({"opt_level": "O1"}, 0), ({}, 1), ({}, 1)):  # once in a process
+        model = build()
+        apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), inner="eager", **options)
+        assert caplog.text.count(said) == count
 
 
 def test_a_loop_of_its_own_beside_it_is_no_mistake(caplog):
