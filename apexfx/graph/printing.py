@@ -117,7 +117,9 @@ def _class(gm: fx.GraphModule, name: str, imports: dict[str, str]) -> str:
                 assignments.append(f"self.{owner} = torch.nn.Module()")
         if isinstance(held, fx.GraphModule):
             inner = "".join(part.capitalize() for part in re.split(r"[._]", target))
-            classes.append(_class(held, inner, imports))
+            calls = [node.name for source in gm.graph.find_nodes(op="get_attr", target=target) for node in source.users]
+            said = f"  # {len(calls)} calls: {calls[0]} ... {calls[-1]}" if len(calls) > 1 else ""
+            classes.append(_class(held, inner, imports).replace("\n", f"{said}\n", 1))
             assignments.append(f"self.{target} = {_WRAP}(self.{inner}())")
         else:
             assignments.append(f"self.{target} = {_constant(held)}")

@@ -140,6 +140,9 @@ class _Peak:
                 copies[node].meta[_AGAIN] = True
         for reader, source in readers:
             reader.replace_input_with(source, copies[source])
+        for node in reversed(chain):
+            if not node.users:  # all readers were late ones
+                node.graph.erase_node(node)
 
     def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source))
