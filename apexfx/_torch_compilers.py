@@ -424,10 +424,17 @@ def read_of_data(error: Exception) -> str:
                  if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr in decided_by), "")
 
 
-def stack_of_kept(error: Exception) -> str:
-    """Return the stack of what has computed the tensor that the program keeps, of the error about its history; "" for none."""
-    kept = re.search(r"Leaked output tensors: (\w+)", str(error))
-    return next((node.stack_trace or "" for node in _captured(error) if kept is not None and node.name == kept[1]), "")
+def told_of_kept(error: Exception) -> str:
+    """Return in which attribute the program keeps a tensor, of the error about its history, and the stack of what computed it.
+
+    The first line is "kept", or "kept in the attribute 'name'" where it is one.
+    """
+    if (kept := re.search(r"Leaked output tensors: (\w+)", str(error))) is None or (output := _output_graph(error)) is None:
+        return ""
+    place = next((f" in the attribute {name!r}" for new in output.side_effects.store_attr_mutations.values()
+                  for name, value in new.items() if name != "cell_contents" and isinstance(value, TensorVariable)
+                  and value.as_proxy().node.name == kept[1]), "")
+    return f"kept{place}\n" + next((node.stack_trace or "" for node in output.graph.nodes if node.name == kept[1]), "")
 
 
 def _captured(error: Exception) -> Sequence[torch.fx.Node]:

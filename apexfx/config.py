@@ -173,15 +173,18 @@ _ELSEWHERE = {name: said for names, said in {
      "find_unused_parameters", "static_graph", "broadcast_buffers", "gradient_as_bucket_view", "device_ids", "output_device",
      "shared_param"): ": an argument of DistributedDataParallel, which graphs do without; leave it out.",
     tuple(f.name for f in dataclasses.fields(BucketConfig)): ": an option of apexfx.BucketConfig; give ddp=BucketConfig(...).",
-    ("amp", "autocast", "mixed_precision", "fp16", "bf16", "cast_model_type", "patch_torch_functions"):
+    ("amp", "use_amp", "autocast", "mixed_precision", "fp16", "bf16", "cast_model_type", "patch_torch_functions"):
         ": opt_level='O1' casts per op, 'O2' and 'O3' cast the model, and 'O0' casts nothing; dtype= names the half type.",
     ("criterion", "losses"): ": the loss function is loss_fn= of train_step().",
     ("master_weights",): ": at O1 and O2 the module keeps its float32 parameters, which are the master weights.",
     ("cast_model_outputs",): ": cast what the model returns.",
-    ("clip_grad_norm", "grad_clip", "gradient_clip_val"):
+    ("clip_grad", "grad_clip", "clip_grad_norm", "max_norm", "gradient_clip_val"):
         ": max_grad_norm= of train_step() clips; a loop calls torch.nn.utils.clip_grad_norm_().",
-    ("gradient_accumulation_steps", "accumulate_grad_batches", "no_sync"):
-        ": accumulate= of train_step() counts the calls of an update; a loop has no_sync() of the transformed model.",
+    ("grad_accum", "grad_accumulation", "gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches",
+     "no_sync"): ": accumulate= of train_step() counts the calls of an update; a loop has no_sync() of the transformed model.",
+    ("model_ema", "ema_decay", "use_ema"): ": ema=apexfx.EMA(decay) of train_step() averages the parameters.",
+    ("scheduler", "lr_scheduler"): ": a schedule stays outside; call scheduler.step() behind the call of the step.",
+    ("label_smoothing",): ": it is the loss function's; give nn.CrossEntropyLoss(label_smoothing=).",
     ("channels_last", "memory_format"): ": convert model and batches by .to(memory_format=torch.channels_last); graphs keep it.",
     ("mode",): ": give what it stands for as inner_options=; torch._inductor.list_mode_options(mode) has it.",
     ("cuda_graph", "cuda_graphs", "cudagraphs"): ": give inner='cudagraphs'.",
@@ -238,7 +241,7 @@ class TransformConfig:
             _expect(name, getattr(self, name), isinstance(getattr(self, name), (bool, type(None))), "True, False or None")
         _expect("ddp", self.ddp, isinstance(self.ddp, (bool, BucketConfig)), "True, False or a BucketConfig")
         if self.dtype is not None:
-            _expect("dtype", self.dtype, self.dtype in HALVES, "torch.float16, torch.bfloat16, their names or None")
+            _expect("dtype", self.dtype, self.dtype in HALVES, "torch.float16, torch.bfloat16, 'float16', 'bfloat16' or None")
         if self.process_group is not None:
             _expect("process_group", self.process_group, isinstance(self.process_group, dist.ProcessGroup),
                     "a torch.distributed.ProcessGroup or None")

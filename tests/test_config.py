@@ -36,6 +36,12 @@ def test_unknown_option_names_the_nearest():
     ("find_unused_parameters", "which graphs do without"), ("bucket_cap_mb", "give ddp=BucketConfig"),
     ("gradient_accumulation_steps", "has no_sync()"), ("channels_last", "memory_format=torch.channels_last"),
     ("cast_model_outputs", "cast what the model returns"), ("cudagraphs", "inner='cudagraphs'"),
+    *((key, "max_grad_norm= of train_step() clips") for key in ("clip_grad", "grad_clip", "clip_grad_norm", "max_norm")),
+    *((key, "ema=apexfx.EMA(decay) of train_step()") for key in ("model_ema", "ema_decay", "use_ema")),
+    *((key, "dtype= names the half type") for key in ("use_amp", "bf16", "mixed_precision")),
+    *((key, "accumulate= of train_step()") for key in ("grad_accum", "grad_accumulation", "accumulation_steps")),
+    *((key, "call scheduler.step() behind") for key in ("scheduler", "lr_scheduler")),
+    ("label_smoothing", "nn.CrossEntropyLoss(label_smoothing=)"),
 ])  # fmt: skip
 def test_options_of_apex_are_led_to_ours(key, hint):
     with pytest.raises(ValueError, match=f"unknown option '{key}'[:;] .*{re.escape(hint)}.* Known options: opt_level, "):
@@ -53,7 +59,7 @@ def test_all_options_of_a_step_are_led_to_it():
     ("options", "message"),
     [
         ({"sync_bn": 1}, "sync_bn=1 .*expected True or False"),
-        ({"dtype": torch.float64}, "dtype=torch.float64 .*expected torch.float16, torch.bfloat16, their names or None"),
+        ({"dtype": torch.float64}, "dtype=torch.float64 .*expected torch.float16, torch.bfloat16, 'float16', 'bfloat16' or None"),
         ({"dtype": "float32"}, "dtype='float32' .*expected torch.float16"),
         ({"ddp": "yes"}, "ddp='yes' .*expected True, False or a BucketConfig"),
         ({"passes": "mine"}, "passes='mine' .*expected a list or tuple"),

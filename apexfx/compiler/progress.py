@@ -1,5 +1,5 @@
-"""What a first call is doing, on stderr once it takes longer than five seconds: in a terminal one line that is rewritten, else a
-line a stage. APEXFX_PROGRESS=0 leaves it out.
+"""What a first call is doing, on stderr of rank 0 once it takes longer than five seconds: in a terminal one line that is
+rewritten, else a line a stage. APEXFX_PROGRESS=0 leaves it out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from ..graph.printing import count_text
-from ..ranks import num_ranks, rank
+from ..ranks import rank
 
 SECONDS = 5.0  # without a line
 
@@ -31,7 +31,7 @@ class Progress:
     @contextlib.contextmanager
     def compiling(self, stage: str) -> Iterator[None]:
         """Tell of what goes on in this context, which begins with `stage`; one inside of another is a stage of it."""
-        if self._is_compiling or os.environ.get("APEXFX_PROGRESS") == "0":
+        if self._is_compiling or rank() > 0 or os.environ.get("APEXFX_PROGRESS") == "0":
             self.enter(stage)
             yield
             return
@@ -64,7 +64,7 @@ class Progress:
         return time.monotonic() - self._began
 
     def _line(self) -> str:
-        return f"apexfx: {f'rank {rank()}, ' if num_ranks() > 1 else ''}{self._seconds():.0f} s: {self._stage}"
+        return f"apexfx: {self._seconds():.0f} s: {self._stage}"
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(max(SECONDS - self._seconds(), 1.0)):
@@ -76,7 +76,7 @@ class Progress:
         if sys.stderr.isatty():
             print(f"\r\x1b[2K{self._line()}", end="", file=sys.stderr, flush=True)
         else:
-            sys.stderr.write("".join(f"{line}\n" for line in self._untold))  # at once: other ranks write there, too
+            sys.stderr.write("".join(f"{line}\n" for line in self._untold))
             sys.stderr.flush()
         self._untold.clear()
 

@@ -31,8 +31,9 @@ def of_each_value(graphs: Sequence[GraphReport]) -> str:
     last = _OTHER_VALUE.match(graphs[-1].recompiled) if graphs else None
     if last is None or sum(graph.recompiled.startswith(f"{last[1]} ") for graph in graphs) < 2:
         return ""
-    return (f"a graph is compiled for each value of {last[1]}: give it as a tensor, hold it in a buffer, or keep it fixed "
-            "(docs/recompiles.md)")
+    advice = ("return what goes there beside the loss (return loss, kl) and append outside, or keep the length fixed"
+              if last[1].startswith("len(") else "give it as a tensor, hold it in a buffer, or keep it fixed")
+    return f"a graph is compiled for each value of {last[1]}: {advice} (docs/recompiles.md)"
 
 
 def limit_hit(name: str, graphs: Sequence[GraphReport]) -> Exception:

@@ -181,8 +181,8 @@ class Policy:
             return Rule(value, reason)
         dtype = self.half if value == "half" else _NAMED_DTYPES.get(value, value) if isinstance(value, str) else value
         if dtype not in (torch.float32, *HALVES):
-            raise ValueError(f"apexfx: precision={{{key!r}: {value!r}}} was given, expected torch.float32, "
-                             "torch.float16, torch.bfloat16, their names, 'half', 'promote' or 'passthrough'")
+            raise ValueError(f"apexfx: precision={{{key!r}: {value!r}}} was given, expected torch.float32, torch.float16, "
+                             "torch.bfloat16, 'float32', 'float16', 'bfloat16', 'half', 'promote' or 'passthrough'")
         return Rule("dtype", reason, dtype=dtype)
 
     def rule(self, node: fx.Node) -> Rule:

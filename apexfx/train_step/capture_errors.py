@@ -54,11 +54,14 @@ _OBSTACLES = (
         (r"NYI Sym\w+ ", "an op is given a number that differs from call to call, and takes a constant alone",
          "Give it as a tensor, x ** torch.tensor(k)"),
         (r"^(.*, where eager raises nothing)\n", "{0}", "Write that otherwise"),
-        (r"consumed returned tensor's grad_fn", "the model keeps a tensor of this step for the next one, with its history",
-         "Clear a part of the loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, "
-         "None), and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
-         "that they compute; use those of torch.nn.utils.parametrizations, whose spectral_norm begins by other vectors, and a "
+        (r"consumed returned tensor's grad_fn(?s:.*\nkept|)(.*)",
+         "the model keeps a tensor of this step{0} for the next one, with its history",
+         "Clear what the forward or a hook keeps for the objective after its use (loss, model.aux = loss + model.aux, None), "
+         "and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight that "
+         "they compute; use those of torch.nn.utils.parametrizations, whose spectral_norm begins by other vectors, and a "
          "parametrization of your own that multiplies by the mask"),
+        (r"setattr\(.*RemovableHandle", "a hook is registered inside of the step",
+         "Register it before the step is made, or return from the forward what it reads"),
         (r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad|creation function with requires_grad",
          "requires_grad is set in a way that a graph cannot hold",
          "Write x.detach().requires_grad_()"),
@@ -242,7 +245,7 @@ def _raises_itself(said: str) -> bool:
 
 
 def _of_dynamo(error: Exception) -> Exception:
-    from .._torch_compilers import TorchRuntimeError, read_of_data, stack_of_kept, with_numbers
+    from .._torch_compilers import TorchRuntimeError, read_of_data, told_of_kept, with_numbers
 
     said = str(error)
     if _DUAL_NUMBERS.search(said):
@@ -263,7 +266,7 @@ def _of_dynamo(error: Exception) -> Exception:
     of_user = getattr(error, "gb_type", "") in _OF_USER or isinstance(error, TorchRuntimeError)
     if of_user and not _DUAL_NUMBERS.search(said) and "INTERNAL ASSERT FAILED" not in said:
         return as_in_eager(error) or _not_one_graph(said)
-    return _not_one_graph(f"{said}\n{stack_of_kept(error)}", read_of_data(error))
+    return _not_one_graph(f"{said}\n{told_of_kept(error)}", read_of_data(error))
 
 
 def _literal(text: str | None) -> str:

@@ -138,6 +138,12 @@ def test_a_failure_ends_the_line(monkeypatch):
     assert stream.getvalue().endswith("failed\n")
 
 
+def test_of_several_ranks_the_first_tells(monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(progress, "rank", lambda: 1)
+    assert said(by_step, io.StringIO(), monkeypatch) == ""
+
+
 def test_it_is_switched_off(monkeypatch):
     monkeypatch.setattr(progress, "SECONDS", 0.0)
     monkeypatch.setenv("APEXFX_PROGRESS", "0")

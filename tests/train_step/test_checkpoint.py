@@ -46,6 +46,28 @@ def batches(count, seed=1):
     return [(torch.randn(5, 4, generator=generator), torch.randn(5, 3, generator=generator)) for _ in range(count)]
 
 
+def test_a_checkpoint_of_a_loop_with_a_scaler_goes_on():
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(4, 3), torch.amp.GradScaler("cpu", init_scale=64.0)
+    loop, x, y = copy.deepcopy(model), *batches(1)[0]
+    of_loop, optimizer = adamw(loop.parameters()), adamw(model.parameters())
+
+    def update():
+        of_loop.zero_grad()
+        scaler.scale(F.mse_loss(loop(x), y)).backward()
+        scaler.step(of_loop)
+        scaler.update()
+
+    update()
+    step = apexfx.train_step(model, F.mse_loss, optimizer, opt_level="O0", loss_scale="dynamic", inner="eager")
+    saved = copy.deepcopy({"model": loop.state_dict(), "optimizer": of_loop.state_dict(), "scaler": scaler.state_dict()})
+    step.load_state_dict({**saved, "num_ranks": 1})
+    assert step.loss_scale == 64.0
+    step(x, y)
+    update()
+    torch.testing.assert_close(model.state_dict(), loop.state_dict())
+
+
 def damaged(state, path, damage):
     """Return a copy of a state with one entry of it changed, or None where the change makes no sense."""
     state = copy.deepcopy(state)

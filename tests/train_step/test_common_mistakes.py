@@ -184,7 +184,7 @@ def test_amp_that_is_left_in(opt_level):
     ("loss", "did you mean 'loss_fn'"), ("criterion", "the loss function is loss_fn="), ("lossfn", "did you mean 'loss_fn'"),
     ("objectiv", "did you mean 'objective'"), ("num_losses", "a step has one loss_scale="), ("max_loss_scale", "2..24"),
     ("gradient_accumulation_steps", "accumulate= of train_step"), ("mode", "list_mode_options"),
-    ("static_graph", "which graphs do without"),
+    ("static_graph", "which graphs do without"), ("clip_grad", "max_grad_norm= of train_step"), ("ema_decay", "ema=apexfx.EMA"),
 ])  # fmt: skip
 def test_an_option_by_another_name(name, said):
     model = build()

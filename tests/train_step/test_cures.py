@@ -177,7 +177,7 @@ def a_mean_or_a_scalar(cured):
     return {"objective": objective, "batch": lambda x, k: (x, k), "accumulate": 2}
 
 
-@cure("Clear a part of the loss that the forward keeps")
+@cure("tensor of this step in the attribute 'aux' .*Clear what the forward or a hook keeps")
 def a_part_of_the_loss_that_is_kept(cured):
     def keep(net, h, x):
         net.aux = h.abs().sum()
@@ -191,6 +191,38 @@ def a_part_of_the_loss_that_is_kept(cured):
         return loss + model.aux
 
     return {"model": Net(keep, aux=None), "objective": objective}
+
+
+@cure("tensor of this step in the attribute 'hidden' .*Clear what the forward or a hook keeps")
+def a_hidden_state_that_a_hook_keeps(cured):
+    def objective(model, x):
+        loss = square(model, x) + model.hidden.abs().sum()
+        if cured:
+            model.hidden = None
+        return loss
+
+    net = Net(hidden=None)
+    net.layer.register_forward_hook(lambda layer, inputs, out: setattr(net, "hidden", out))
+    return {"model": net, "objective": objective}
+
+
+@cure("a hook is registered inside of the step.*Register it before the step is made")
+def a_hook_that_the_forward_registers(cured):
+    def doubles(layer, inputs, out):
+        return 2 * out
+
+    def use(net, h, x):
+        if cured:
+            return h
+        handle = net.layer.register_forward_hook(doubles)
+        out = net.layer(x)
+        handle.remove()
+        return out
+
+    net = Net(use)
+    if cured:
+        net.layer.register_forward_hook(doubles)
+    return {"model": net}
 
 
 @cure("keep tensor.detach")
@@ -713,7 +745,7 @@ def hooks_that_change_gradients(cured):
     return {"model": model, **({"parts": [Halves()]} if cured else {})}
 
 
-@cure("each for other values .* for each value of batch.1.: give it as a tensor, hold it in a buffer", limit=3)
+@cure("each for other values .* for each value of k .batch.1..: give it as a tensor, hold it in a buffer", limit=3)
 def a_number_that_changes(cured):
     return {"objective": lambda model, x, k: square(model, x) * (k if cured else [1.0, 2.0, 3.0, 4.0][k]),
             "batch": lambda x, k: (x, torch.tensor(k + 1.0) if cured else k)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -270,6 +271,21 @@ def test_a_list_of_numbers_that_changes_is_warned_of_by_its_name():
         step(torch.ones(2, 3), advantages=[1.0 + number, 2.0])
         assert len(step.report.notes) == (number == 2)  # the third value
     assert "a graph is compiled for each value of advantages[0]: give it as a tensor" in step.report.notes[0]
+
+
+def test_a_list_that_the_objective_appends_to_is_warned_of():
+    kls = []
+
+    def objective(m, x):
+        loss = m(x).square().mean()
+        kls.append(loss.detach())
+        return loss
+
+    model = nn.Linear(3, 1)
+    step = apexfx.train_step(model, objective=objective, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    for _ in range(5):
+        step(torch.ones(2, 3))
+    assert len(kls) == 5 and re.search(r"value of len\(.*kls\): return what goes there beside the loss", step.report.notes[0])
 
 
 def backward_of_another_loss(m, x):
