@@ -313,6 +313,7 @@ def test_a_profile_and_a_report_name_each_copy():
     assert rows == ["3 x 23 ops of {1..3}, backward, 6 in, 5 out", "4 x 10 ops of {0..3}, 5 in, 3 out"]
     text = step.print_readable(stage="step")
     assert all(f"layers_{layer} = torch.ops.higher_order.invoke_subgraph(" in text for layer in range(4))
+    assert "class Layers(torch.nn.Module):  # 4 calls: layers_0 ... layers_3\n" in text
     times = step.report.profile(step, torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), num_steps=1).times
     modules = {module for time in times for module in time.modules}
     assert {f"{layer}.{name}" for layer in range(4) for name in ("up", "down")} <= modules

@@ -144,6 +144,21 @@ def test_without_a_budget_what_costs_time_stays(compute, costs_time):
         assert not Recompute(budget=budget)(gm).modified
 
 
+def test_what_late_readers_alone_read_is_computed_there():
+    def run(x):
+        early = torch.ops.aten.mul.Tensor(x, 2.0)
+        late = torch.ops.aten.sum.default(torch.ops.aten.exp.default(torch.ops.aten.cat.default([x] * 8)))
+        return torch.ops.aten.div.Tensor(torch.ops.aten.add.Tensor(early, late), 3.0)
+
+    x = torch.randn(64, 64)
+    gm = make_fx(run, tracing_mode="fake")(x)
+    count = len(gm.graph.nodes)
+    assert Recompute()(gm).modified and len(gm.graph.nodes) == count and all(n.users for n in gm.graph.nodes if n.op != "output")
+    assert [n.name for n in gm.graph.nodes][-4] == "mul_again"
+    gm.recompile()
+    assert torch.equal(gm(x), run(x))
+
+
 def test_two_values_of_one_reader_are_computed_again_once():
     """Each of the two would have the other one kept."""
     def run(x):
