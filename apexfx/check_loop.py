@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ._torch import tensor_version, tree_leaves, tree_map
 from .compiler.forward_errors import frames_of_user, place
+from .config import HALVES
 from .graph.printing import count_text, first_names
 from .train_step import TrainStep
 from .train_step.model import check_traceable
@@ -221,16 +222,19 @@ class _Sides:
     def rounding(self) -> str:
         """Return why loop and step round otherwise, a dtype or a level; "" where neither is known to differ."""
         config, params, theirs = self._step.options.config, list(self._step.model.parameters()), self._loop.autocast
-        if theirs is None and any(p.dtype != torch.float32 for p in params):
+        dtypes, as_written = {p.dtype for p in params}, "precision" in config.skip
+        halves = not dtypes.isdisjoint(HALVES)
+        if theirs is None and (as_written or not halves and dtypes != {torch.float32}):
             return ""
-        ours = config.half_dtype(p.device for p in params) if config.level.casts else None
-        level = "O0" if theirs is None else "O1"
-        if ours == theirs and (theirs is None or config.opt_level == level):
+        ours = config.half_dtype(p.device for p in params) if config.level.casts and not as_written else None
+        if ours == theirs and (config.opt_level == "O1" if theirs else not halves):
             return ""
-        computes, of_loop, dtype = _name_of(ours or torch.float32), f"of {_name_of(theirs)}" if theirs else "off", \
-            f", dtype={theirs}" if theirs else ""
-        return (f"the step computes in {computes} ({config.opt_level}), the loop's autocast was {of_loop}; "
-                f"opt_level={level!r}{dtype} is that loop")
+        computes = "the dtypes of its parameters" if as_written else _name_of(ours or torch.float32)
+        computes += " and float32" if halves and ours else ""
+        of_loop = f"of {_name_of(theirs)}" if theirs else "off"
+        of_loop += f", with parameters of {', '.join(sorted(map(_name_of, dtypes)))}" if halves else ""
+        cure = f"opt_level='O1', dtype={theirs}" if theirs else "opt_level='O0'" + ", skip=('precision',)" * halves
+        return f"the step computes in {computes} ({config.opt_level}), the loop's autocast was {of_loop}; {cure} is that loop"
 
     def compare(self, number: int, calls: list[Any]) -> tuple[str, str, tuple[LoopRow, ...]]:
         """Run an update of both; return where they part, what is known about it, and the rows."""

@@ -157,10 +157,10 @@ RIGHT = {  # optimizer, update, options of the step, of check_loop
     "a mean by counts": (sgd, by_counts, {"accumulate": 2, "objective": mean}, {"batches": words()}),
     "several optimizers": (two, plain, {}, {}),
     "several optimizers, clipped": (two, CLIPPED, {"max_grad_norm": 0.1}, {}),
-    "a loss scale": (sgd, scaled, {"dtype": torch.float16, "max_grad_norm": 0.1}, {}),
-    "a loss scale that step() takes out": (sgd, functools.partial(scaled, unscale="in step()"), {"dtype": torch.float16}, {}),
+    "a loss scale": (sgd, scaled, {"max_grad_norm": 0.1}, {}),
+    "a loss scale that step() takes out": (sgd, functools.partial(scaled, unscale="in step()"), {}, {}),
     "a loss scale of a fused optimizer": (functools.partial(adamw, fused=True), functools.partial(scaled, unscale="in step()"),
-                                          {"dtype": torch.float16}, {}),
+                                          {}, {}),
     "gradients by hand": (sgd, gradients_by_hand, {}, {}),
     "autocast": (sgd, step_at_o1, {"opt_level": "O1"}, {}),
     "O2 and a safeguard": (sgd, plain, {"opt_level": "O2", "safeguard": True, "ema": apexfx.EMA(decay=0.9)}, {}),
@@ -197,6 +197,7 @@ def check(make_optimizer, update, options, asked):
 OF_FLOAT16 = r"float32 \(O0\), the loop's autocast was of float16; opt_level='O1', dtype=torch.float16 is that loop"
 ROUNDS = {"nothing to clip": r"in float64\.\nNothing was clipped", "a loss scale": OF_FLOAT16,
           "a loss scale that step() takes out": OF_FLOAT16, "a loss scale of a fused optimizer": OF_FLOAT16,
+          "O3": r"computes in bfloat16 and float32 \(O3\), the loop's autocast was off, with parameters of bfloat16, float32; ",
           "O2 and a safeguard": r"rounding: the step computes in bfloat16 \(O2\), the loop's autocast was off; opt_level='O0'"}
 
 
@@ -208,6 +209,19 @@ def test_the_loop_that_a_step_replaces(name):
     assert all(row.is_right and row.as_they_are is not None for row in found.rows)
     assert re.search(ROUNDS.get(name, r"The step is the loop: \d updates? in float64\.$"), str(found)), str(found)
     assert "another" not in str(found)
+
+
+@pytest.mark.parametrize("update, options, said", [
+    (plain, {}, r"float32 \(O0\), the loop's .* off, with parameters of bfloat16; opt_level='O0', skip=\('precision',\) is"),
+    (plain, {"opt_level": "O1"}, r"bfloat16 and float32 \(O1\), the loop's autocast was off, with parameters of bfloat16; "),
+    (plain, {"skip": ("precision",)}, r"in float64\.$"),
+    (step_at_o1, {"opt_level": "O1"}, r"in float64\.$"),
+    (step_at_o1, {"skip": ("precision",)}, r"in the dtypes of its parameters \(O0\), the loop's .*; opt_level='O1', dtype=")])
+def test_a_step_that_casts_half_parameters_is_told_from_a_loop_that_does_not(update, options, said):
+    model = nn.Sequential(nn.Linear(6, 4)).bfloat16()
+    step = apexfx.train_step(model, F.cross_entropy, sgd(model), **{"opt_level": "O0", "inner": "eager", **options})
+    found = apexfx.check_loop(step, update, [(x.bfloat16(), y) for x, y in images()])
+    assert found.is_right and re.search(said, str(found)), str(found)
 
 
 @pytest.mark.parametrize("update, options, said", [
@@ -290,8 +304,7 @@ DIFFERENT = {  # what is above, where they part, in which update, what is said
     "the gradient of another loss, over calls": (
         sgd, accumulating, {"accumulate": 2, "objective": smoothed}, {"batches": images(2)}, "forward", 1,
         r"are 1\.6\d+, 1\.4\d+ in the loop \(times 2, as it divides\) and 1\.6\d+, 1\.4\d+ in the step, which aver"),
-    "a clip before the unscale": (sgd, functools.partial(scaled, unscale="after"), {"dtype": torch.float16, "max_grad_norm": 0.1},
-                                  {}, "clipping", 1,
+    "a clip before the unscale": (sgd, functools.partial(scaled, unscale="after"), {"max_grad_norm": 0.1}, {}, "clipping", 1,
                                   r"in scaled: nn.utils.clip_grad_norm_.*\n.*65536 times as long when .*: unscale first"),
     "no zero_grad": (sgd, never_zeroed, {}, {}, "gradient", 2, r"in never_zeroed: .*\nThe gradients of the update before were"),
     "another weight decay": (adamw, plain, {}, {"optimizer": functools.partial(adamw, weight_decay=0.1)}, "update", 1,
@@ -306,10 +319,10 @@ DIFFERENT = {  # what is above, where they part, in which update, what is said
     "another clip norm, of a mean by counts": (
         sgd, functools.partial(by_counts, clip=0.1), {"accumulate": 2, "objective": mean, "max_grad_norm": 0.2},
         {"batches": words()}, "clipping", 1, r"in by_counts: nn.utils.clip_grad_norm_.*\n.*of 0.1 at optimizer.step\(\), the "),
-    "another clip norm, after the unscale": (sgd, scaled, {"dtype": torch.float16, "max_grad_norm": 0.2}, {}, "clipping", 1,
+    "another clip norm, after the unscale": (sgd, scaled, {"max_grad_norm": 0.2}, {}, "clipping", 1,
                                              r"in scaled: nn.utils.clip_grad_norm_.*\n.*of 0.1 at .* and 0.2\.$"),
     "a scaled loop that clips nothing": (functools.partial(adamw, fused=True), functools.partial(scaled, unscale="in step()"),
-                                         {"dtype": torch.float16, "max_grad_norm": 0.2}, {}, "clipping", 1,
+                                         {"max_grad_norm": 0.2}, {}, "clipping", 1,
                                          r"in scaled: scaler.step\(optimizer\)\n.* and 0.2\.$"),
     "nothing clipped by the step": (adamw, CLIPPED, {}, {}, "clipping", 1, "The loop clips, and the step does.* and of 0.1 at"),
     "nothing clipped by the loop": (adamw, plain, {"max_grad_norm": 0.1}, {}, "clipping", 1,

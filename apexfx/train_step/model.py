@@ -23,8 +23,10 @@ from .._torch import (
 from ..compiler.buffers_put_back import left_as_it_was
 from ..compiler.dynamo_batch_norm import traceable_batch_norm
 from ..compiler.traceable import TraceableClasses, all_modules, path_of
-from ..config import HALVES
+from ..config import HALVES, TransformConfig
+from ..graph.printing import first_names
 from ..precision.call_casts import Cast, CastCall
+from ..precision.half_model import keeps_float32
 from ..report.data import Report
 from .capture_errors import NotOneGraph
 from .objective import ObjectiveModules
@@ -145,6 +147,20 @@ def warn_of_eval_mode(model: nn.Module, report: Report) -> None:
                    "each evaluation, unless this is meant")
         report.note(message)
         log.warning("%s", message)
+
+
+def warn_of_half_parameters(model: nn.Module, config: TransformConfig, report: Report) -> None:
+    """Say that the level casts where a model has half parameters, which a loop computes with as they are."""
+    level, half = config.level, config.half_dtype(p.device for p in model.parameters())
+    halves = [name for name, p in model.named_parameters() if p.dtype in HALVES]
+    floats = [name for path, module in model.named_modules() if not (level.keep_batchnorm_fp32 and keeps_float32(module))
+              for name, p in module.named_parameters(path, recurse=False) if p.dtype == torch.float32]
+    if not halves or level.cast_model and not floats or "precision" in config.skip:
+        return
+    what = f"casts the float32 ones ({first_names(floats, 2)}) to {half}{', in place' if level.half_parameters else ''}" \
+        if level.cast_model else "computes op by op in half or float32" if level.patch_ops else "computes with them in float32"
+    report.warn(f"apexfx: {len(halves)} parameters are half ({first_names(halves, 2)}), and {config.opt_level} {what}. A loop "
+                "computes in the dtypes that the model is written in; for that give opt_level='O0', skip=('precision',)")
 
 
 def check_contexts() -> None:

@@ -37,7 +37,7 @@ from .digest import digest
 from .flush import apply_accumulated
 from .hyperparameters import numbers_of
 from .last_update import LastUpdate
-from .model import StepModel, check_modules, check_traceable, warn_of_eval_mode
+from .model import StepModel, check_modules, check_traceable, warn_of_eval_mode, warn_of_half_parameters
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
@@ -108,6 +108,8 @@ class TrainStep:
         self._outside = check_optimizer(optimizers, trained, options, loss_scaling, report, casts_to,
                                         of_rows=sharded is not None or sharded_update is not None)
         self._note_ranks_apart(options)
+        if sharded is None or not sharded.casts:
+            warn_of_half_parameters(model, config, report)
         # From here on, things change.
         if device.type == "cpu":
             keep_freed_memory()

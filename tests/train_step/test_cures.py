@@ -821,7 +821,7 @@ def an_optimizer_that_reads_all_gradients(cured):
 def parameters_of_float16(cured):
     model = Net(lambda net, h, x: h.float())
     return {"model": model if cured else model.half(), "batch": lambda x, k: (x if cured else x.half(),), "keep_grads": True,
-            "loss_scale": 8.0, "opt_level": "O2" if cured else "O0", "dtype": torch.float16}
+            "loss_scale": 8.0, **({"opt_level": "O2", "dtype": torch.float16} if cured else {})}
 
 
 @cure("leave out max_grad_norm, loss_scale and safeguard")
