@@ -566,18 +566,34 @@ class GeneratedCode(NamedTuple):
     lowered_from: Mapping[str, Sequence[str]]
 
 
-@functools.cache
-def know_vectors() -> threading.Thread:
-    """Begin to find out, in a thread, which vectors Inductor's code may have here: compiling and loading a file of each takes it
-    seconds, once in a process, in which a model can be captured.
+_looking: list[threading.Thread] = []
+
+
+@contextlib.contextmanager
+def looking_for_vectors() -> Iterator[None]:
+    """Find out in a thread, in this context, which vectors Inductor's code may have here: it compiles and loads a file of each,
+    which takes seconds, once in a process.
     """
     def look() -> None:
         with contextlib.suppress(Exception):  # which Inductor then meets itself
             valid_vec_isa_list()
 
-    thread = threading.Thread(target=look, daemon=True)
+    if valid_vec_isa_list.cache_info().currsize:
+        yield
+        return
+    _looking.append(thread := threading.Thread(target=look, daemon=True))
     thread.start()
-    return thread
+    try:
+        yield
+    finally:
+        thread.join()
+        _looking.remove(thread)
+
+
+def wait_for_vectors() -> None:
+    """Wait for what `looking_for_vectors` finds: Inductor would look for itself."""
+    for thread in list(_looking):
+        thread.join()
 
 
 def generated_code() -> list[GeneratedCode]:

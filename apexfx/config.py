@@ -183,7 +183,7 @@ _ELSEWHERE = {name: said for names, said in {
     ("grad_accum", "grad_accumulation", "gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches",
      "no_sync"): ": accumulate= of train_step() counts the calls of an update; a loop has no_sync() of the transformed model.",
     ("model_ema", "ema_decay", "use_ema"): ": ema=apexfx.EMA(decay) of train_step() averages the parameters.",
-    ("scheduler", "lr_scheduler"): ": a schedule stays outside; call scheduler.step() behind the call of the step.",
+    ("scheduler", "lr_scheduler"): ": a schedule stays outside; call scheduler.step() behind an update (if step.updated:).",
     ("label_smoothing",): ": it is the loss function's; give nn.CrossEntropyLoss(label_smoothing=).",
     ("channels_last", "memory_format"): ": convert model and batches by .to(memory_format=torch.channels_last); graphs keep it.",
     ("mode",): ": give what it stands for as inner_options=; torch._inductor.list_mode_options(mode) has it.",

@@ -185,7 +185,7 @@ class CastPlan:
         if rule is None:
             rule = lookup(self.name, self.executor.rules, in_place=kwargs.get("inplace") is True, out=out is not None,
                           names_dtype=_DTYPE in kinds, equation=next(iter(args), None))
-        of_out = out.dtype if isinstance(out, Tensor) else None
+        of_out = next((leaf.dtype for leaf in leaves([out]) if isinstance(leaf, Tensor)), None)
         targets, half = decide_call(rule, self.name, args, kwargs, kinds, self.executor.half, of_out)
         if rule.family == "foreign":
             targets, half = tuple(torch.float32 if kind == self.executor.half else None for kind in kinds), None

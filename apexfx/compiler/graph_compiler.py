@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from .. import passes
 from .._torch import device_of_group, dynamo_source, ends_in_graph_break, fakes_are_run, global_module_hooks
-from .._torch_compilers import know_vectors, refuse_double_backward
+from .._torch_compilers import refuse_double_backward
 from ..config import TransformConfig
 from ..distributed.agreement import Agreement, Communication, explained
 from ..distributed.gradient_sync import GradientSync
@@ -80,8 +80,6 @@ class GraphCompiler:
         self.index = index if index is not None else ModelIndex()
         self.scales_loss = scales_loss
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
-        if config.inner == "inductor":
-            know_vectors()  # while Dynamo captures
 
     def __reduce__(self) -> Any:
         """Leave itself out of a copy, or a file, of what `torch.compile` has made: that gets a compiler of its own."""

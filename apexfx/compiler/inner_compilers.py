@@ -24,8 +24,8 @@ from .._torch_compilers import (
     keep_kernels,
     keep_order_of_writes,
     keep_written_values,
-    know_vectors,
     note_code,
+    wait_for_vectors,
     whole_loops,
     without_autograd_cache,
 )
@@ -50,8 +50,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
     # Ranks wait for the code of one where all get the same, and Inductor, which may be set to compare them, talks to none.
     on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
     is_shared = not (patches or changed_inductor_settings() or on_cuda)
-    if not on_cuda:
-        know_vectors().join()
+    wait_for_vectors()
     options = _OPTIONS_OF_STEP if backward.is_train_step else _OPTIONS
     patches = {"joint_custom_post_pass": torch_faults.HoldCompared(inductor_config.joint_custom_post_pass), **options, **patches,
                "post_grad_custom_post_pass": backward}

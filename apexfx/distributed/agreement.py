@@ -281,6 +281,7 @@ def _different(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
         lines.append(f"  {said}")
     if len({row[2] for row in rows}) > 1:
         lines += [*_counts(rows), "One of them may have failed in a step, and gone on to the next."]
-    lines.append("A schedule needs what all ranks have alike, an averaged loss; all ranks load a checkpoint." if of_numbers else
+    lines.append("All ranks load a checkpoint." if of_numbers and "load_state_dict" in lines[-1] else
+                 "A schedule needs what all ranks have alike: an averaged loss." if of_numbers else
                  "Every rank must build the same model with the same options and run the same graph.")
     return "\n".join(lines)

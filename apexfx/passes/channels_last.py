@@ -11,6 +11,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import HigherOrderOperator, OpOverload, statically_known_true, tree_leaves
 from ..graph.inputs import gradient_list, replace_gradients
+from ..graph.mutation import storages
 from ..graph.nodes import before_upcast, call, evaluate, fake_mode, insert_after, set_value, value
 from ..graph.order import draws_random_numbers
 from .base import Pass
@@ -66,7 +67,8 @@ class ChannelsLast(Pass):
                 if node.target is aten.view.default:  # of a gradient that goes into a bucket, say
                     node.target = aten.reshape.default
                 laid_out = evaluate(node, mode)
-                if _strides(laid_out) != _strides(value(node)):
+                of_moved = frozenset().union(*(storages(value(source)) for source in moved.intersection(node.all_input_nodes)))
+                if _strides(laid_out) != _strides(value(node)) or storages(laid_out) & of_moved:
                     set_value(node, laid_out)
                     moved.add(node)
         if moved:

@@ -188,7 +188,7 @@ class Policy:
     def rule(self, node: fx.Node) -> Rule:
         """Return the rule for a call node of torch's; overrides first, then the table as the level reads it."""
         name = canonical_name(node.target)
-        base = lookup(name, self.rules, in_place=bool(argument(node, "inplace")), out="out" in node.kwargs,
+        base = lookup(name, self.rules, in_place=bool(argument(node, "inplace")), out=node.kwargs.get("out") is not None,
                       names_dtype=any(isinstance(a, torch.dtype) for a in tree_leaves((node.args, node.kwargs))),
                       equation=next(iter(node.args), None))
         override = self._override_of(node, name, base)

@@ -24,7 +24,7 @@ from ..compiler.buffers_put_back import left_as_it_was
 from ..compiler.dynamo_batch_norm import traceable_batch_norm
 from ..compiler.traceable import TraceableClasses, all_modules, path_of
 from ..config import HALVES, TransformConfig
-from ..graph.printing import first_names
+from ..graph.printing import count_text, first_names
 from ..precision.call_casts import Cast, CastCall
 from ..precision.half_model import keeps_float32
 from ..report.data import Report
@@ -159,8 +159,9 @@ def warn_of_half_parameters(model: nn.Module, config: TransformConfig, report: R
         return
     what = f"casts the float32 ones ({first_names(floats, 2)}) to {half}{', in place' if level.half_parameters else ''}" \
         if level.cast_model else "computes op by op in half or float32" if level.patch_ops else "computes with them in float32"
-    report.warn(f"apexfx: {len(halves)} parameters are half ({first_names(halves, 2)}), and {config.opt_level} {what}. A loop "
-                "computes in the dtypes that the model is written in; for that give opt_level='O0', skip=('precision',)")
+    report.warn(f"apexfx: the model has {count_text(len(halves), 'half parameter')} ({first_names(halves, 2)}), and "
+                f"{config.opt_level} {what}. A loop computes in the dtypes that the model is written in; for that give "
+                "opt_level='O0', skip=('precision',)")
 
 
 def check_contexts() -> None:

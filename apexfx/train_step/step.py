@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FIRST_CALLS = 10  # in which gradients beside the step's are looked for
 _OPTIONS = {each.name for options in (StepOptions, TransformConfig) for each in dataclasses.fields(options)} - {"config"}
 
 
@@ -130,6 +129,7 @@ class TrainStep:
         self._last = LastUpdate(components, self._graphs, self._state.name_of)
         self._recorder = BundleRecorder(components, self._graphs, self._state, self._last)
         self._was_training, self._rates = True, list[float]()
+        self._first_calls = 10  # in which gradients beside the step's are looked for
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OPTIONS:
@@ -199,15 +199,18 @@ class TrainStep:
     def _warn_of_habits(self) -> None:
         """Say once what a loop does around its calls and a step takes no part in: other gradients; a schedule that runs ahead."""
         state, options = self._state, self._components.options
-        if state.num_calls < _FIRST_CALLS and not options.keep_grads:
-            if names := [state.name_of(place) for place, p in enumerate(state.now.params) if p.grad is not None]:
-                self.report.warn(f"apexfx: {first_names(names)} has a gradient when the step is called, which is not added to "
-                                 "the step's own: compute all of the loss in the step's objective, and call zero_grad() once "
-                                 "where it is left over")
+        if self._first_calls and not options.keep_grads:
+            self._first_calls -= 1
+            if names := [state.name_of(place) for place, p in enumerate(state.now.params)
+                         if p.grad is not None and bool(p.grad.any())]:
+                self._first_calls = 0
+                self.report.warn(f"apexfx: .grad of {first_names(names)} is there when the step is called, and is not added to "
+                                 "the step's own gradients: compute all of the loss in the step's objective, or call "
+                                 "zero_grad() where it is left over; of another loss it is harmless")
         if options.accumulates:
             rates, self._rates = self._rates, [group["lr"] for each in self._components.optimizers
                                                for group in each.param_groups if is_number(group.get("lr"))]
-            if state.num_accumulated_calls() and rates != self._rates:
+            if state.num_accumulated_calls() and any(before != now for before, now in zip(rates, self._rates)):
                 self.report.warn("apexfx: the learning rate has changed between calls that accumulate, as where a schedule goes "
                                  "on at each call, and not at each update: `if step.updated: scheduler.step()`")
 

@@ -24,7 +24,7 @@ from .._torch_compilers import (
     INLINE_REGIONS,
     dynamo_config,
     explained_aliases,
-    know_vectors,
+    looking_for_vectors,
     mark_static,
     mark_static_address,
     run_cached_graphs,
@@ -78,8 +78,6 @@ class StepGraphs:
     def __init__(self, components: Components, state: TrainingState) -> None:
         self._components, self._state = components, state
         options, groups = components.options, copy.copy(components.groups)
-        if options.config.inner == "inductor":
-            know_vectors()  # while Dynamo captures
         if components.slices is not None:
             groups.gradients = None  # the graph of a slice is the same on any number of ranks
         self._context = StepContext(
@@ -231,9 +229,10 @@ class StepGraphs:
         if self._components.options.config.inner == "cudagraphs":
             self._fix_addresses()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
+        on_cpu = self._components.options.config.inner == "inductor" and self._components.device.type == "cpu"
         with CAPTURE_LOCK, PROGRESS.compiling("Dynamo captures the step"), contextlib.suppress(NotRun), \
                 contextlib.nullcontext() if is_set else self._patch, explained_aliases(), torch.no_grad(), \
-                capture_errors(self._components.report):
+                looking_for_vectors() if on_cpu else contextlib.nullcontext(), capture_errors(self._components.report):
             yield
 
     def _fix_addresses(self) -> None:

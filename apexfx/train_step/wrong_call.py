@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .function import SupervisedObjective
 
 _NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
 _OUT_OF_RANGE = re.compile(r"index out of bounds: (?:(-?\d+)L? <= )?\w+ < (\d+)")  # of Inductor's code, with the file of a kernel
-_BATCH = re.compile(r"\bbatch\[(\d+)\]")
+_BATCH = re.compile(r"\bat \S+:\d+, in .*|\bbatch\[(\d+)\](?:\['\w+'\])*")  # but not in a line of the program
 _APPLIED = "_apexfx_applied"  # of a gradient: its version when it was applied
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
 
@@ -102,9 +102,9 @@ class Call:
 
     def _called(self, place: re.Match[str]) -> str:
         """Return "batch[1]" with the objective's own name of it: "labels (batch[1])"."""
-        names = [] if isinstance(self._objective, SupervisedObjective) else [
+        names = [] if place[1] is None or isinstance(self._objective, SupervisedObjective) else [
             name for name, p in _parameters(self._objective).items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        named = names[1:][int(place[1]):][:1]
+        named = names[1:][int(place[1]):][:1] if names else []
         return f"{named[0]} ({place[0]})" if named else place[0]
 
 
@@ -156,7 +156,9 @@ class _SecondUpdate:
     def __init__(self, report: Report) -> None:
         self._report: Report | None = report
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        if any(given is not None for given in (*args[1:], *named.values())):  # a closure, which computes others
+            return
         if any(p.grad is not None and not is_dtensor(p) and any(map(is_dtensor, held.values()))
                for p, held in optimizer.state.items() if isinstance(held, dict)):
             raise RuntimeError("apexfx: optimizer.step() was called on whole gradients, and with shard= this rank has the state "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
+import threading
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import clear_caches, fresh_cache
 
 import apexfx
+from apexfx import _torch_compilers
 from apexfx._torch_compilers import CppFile
 from apexfx.compiler import kernel_files, progress
 from tests.tables import table
@@ -69,3 +72,24 @@ def test_kernels_keep_to_themselves():
         assert y == 14
         triple(x, y)
         assert y == 21
+
+
+def test_vectors_are_looked_for_while_a_model_is_captured(monkeypatch):
+    began, goes_on, found = threading.Event(), threading.Event(), []
+
+    @functools.cache
+    def look():
+        began.set()
+        goes_on.wait(10)
+        found.append(True)
+
+    monkeypatch.setattr(_torch_compilers, "valid_vec_isa_list", look)
+    with pytest.raises(ZeroDivisionError), _torch_compilers.looking_for_vectors():
+        assert began.wait(10) and not found
+        goes_on.set()
+        _torch_compilers.wait_for_vectors()
+        assert found
+        raise ZeroDivisionError
+    with _torch_compilers.looking_for_vectors():
+        pass
+    assert found == [True] and not _torch_compilers._looking

@@ -100,6 +100,9 @@ PROGRAMS = {
     "in place": lambda q: (q @ q.mT).add_(q.sum()).mul_(torch.ones(4, 4)),
     "inplace=True": lambda q: F.relu(q @ q.mT, inplace=True) + 1,
     "out=": lambda q: torch.exp(q, out=torch.empty(2, 4, 4)),
+    "out= of two": lambda q: torch.max(q @ q.mT, 0, out=(torch.empty(4, 4), torch.empty(4, 4, dtype=torch.int64)))[0],
+    "out=None": lambda q: torch.sub(q @ q.mT, q.sum() + 4096.0, out=None) + 4096.0,
+    "out=None in float": lambda q: torch.exp(q @ q.mT, out=None),
     "a residual of batch norm": lambda q: sync_batch_norm(q @ q, torch.ones(4), torch.zeros(4), residual=q @ q.mT, relu=True),
     "its own residual": lambda q: sync_batch_norm(h := q + 1, torch.ones(4).bfloat16(), residual=h),
 }  # fmt: skip

@@ -122,9 +122,14 @@ def test_gradients_that_are_kept_are_not_applied_again(optimizer):
         with pytest.raises(RuntimeError, match="keep_grads=True has left in .grad, .* leave out optimizer.step()"):
             step.optimizer.step()
         torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
-    step.optimizer.zero_grad()
-    F.cross_entropy(step.model(X), Y).backward()
-    step.optimizer.step()
+
+    def closure():
+        step.optimizer.zero_grad()
+        loss = F.cross_entropy(step.model(X), Y)
+        loss.backward()
+        return loss
+
+    step.optimizer.step(closure)
     assert not torch.equal(step.model.state_dict()["0.weight"], before["0.weight"])
 
 
@@ -137,7 +142,10 @@ def test_gradients_beside_the_step_are_not_added_and_that_is_said(caplog):
                 each.model(X).square().mean().backward()
             each(X, Y)
     torch.testing.assert_close(step.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
-    assert caplog.text.count("0.weight, 0.bias, 2.weight, 2.bias has a gradient when the step is called, which is not added") == 1
+    assert caplog.text.count(".grad of 0.weight, 0.bias, 2.weight, 2.bias is there when the step is called, and is not") == 1
+    other.optimizer.zero_grad(set_to_none=False)
+    other(X, Y)
+    assert caplog.text.count("is there when the step is called") == 1
 
 
 def test_a_schedule_that_goes_on_at_each_call_that_accumulates(caplog):
@@ -151,10 +159,22 @@ def test_a_schedule_that_goes_on_at_each_call_that_accumulates(caplog):
         assert caplog.text.count("the learning rate has changed between calls that accumulate") == (0 if by_update else 1)
 
 
+def test_a_group_that_is_added_between_calls_is_no_schedule(caplog):
+    model = build()
+    model[2].requires_grad_(False)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model[0].parameters(), lr=0.1), opt_level="O0",
+                             inner="eager", accumulate=2)
+    step(X, Y)
+    model[2].requires_grad_(True)
+    step.optimizer.add_param_group({"params": list(model[2].parameters())})
+    step(X, Y)
+    assert "learning rate has changed" not in caplog.text
+
+
 def test_low_precision_that_nobody_asked_for_is_said(caplog):
     _tell_of_default.cache_clear()
     said = "opt_level= was not given, and O1 computes matrix products in bfloat16"
-    for options, count in (({"opt_level": "O1"}, 0), ({}, 1), ({}, 1)):  # once in a process
+    for options, count in (({"opt_level": "O1"}, 0), ({"skip": ["precision"]}, 0), ({}, 1), ({}, 1)):  # once in a process
         model = build()
         apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), inner="eager", **options)
         assert caplog.text.count(said) == count

@@ -141,9 +141,9 @@ def test_a_level_that_casts_half_parameters_says_so_once(level, caplog):
                              dtype=None if level == "O0" else torch.bfloat16, inner="eager")
     for batch in batches(2):
         step(batch)
-    assert caplog.text.count("parameters are half") == 1
-    [note] = [note for note in step.report.notes if "are half" in note]
-    assert re.search(rf"half \(words\.weight, .*{SAID[level]}.*skip=\('precision',\)", note), note
+    assert caplog.text.count("half parameter") == 1
+    [note] = [note for note in step.report.notes if "half parameter" in note]
+    assert re.search(rf"half parameters \(words\.weight, .*{SAID[level]}.*skip=\('precision',\)", note), note
 
 
 @pytest.mark.parametrize("model, level", [

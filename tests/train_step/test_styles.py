@@ -285,7 +285,8 @@ def test_a_list_that_the_objective_appends_to_is_warned_of():
     step = apexfx.train_step(model, objective=objective, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
     for _ in range(5):
         step(torch.ones(2, 3))
-    assert len(kls) == 5 and re.search(r"value of len\(.*kls\): return what goes there beside the loss", step.report.notes[0])
+    assert len(kls) == 5
+    assert re.search(r"value of len\(.*kls\): what the program appends there it returns beside the loss", step.report.notes[0])
 
 
 def backward_of_another_loss(m, x):

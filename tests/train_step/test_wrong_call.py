@@ -137,6 +137,18 @@ def test_what_a_decorated_objective_takes_is_read_of_what_is_called():
     assert "objective takes no 'features'" not in str(raised.value)
 
 
+def test_a_line_of_the_program_is_quoted_as_it_stands():
+    def objective(model, x, labels):
+        batch = (labels, x)
+        print(batch[1].shape)
+        return F.cross_entropy(model(x), labels)
+
+    model = Net()
+    step = apexfx.train_step(model, objective=objective, optimizer=SGD(model.parameters(), lr=0.125), inner="eager")
+    with pytest.raises(RuntimeError, match=r"in objective: print\(batch\[1\].shape\)"):
+        step(X, Y)
+
+
 def test_anomaly_mode_is_refused_in_one_graph_and_runs_in_pieces():
     step, pieces = make(), make(True)
     step(X, Y)
