@@ -105,8 +105,8 @@ def test_without_the_precision_pass_a_step_computes_as_the_model_is_written(name
         expected = update(eager, optimizer_of_eager, group, options.get("max_grad_norm"))
         found = torch.stack([step(ids) for ids in group]), [p.grad for p in trained(model)]
         # Under Inductor a kernel rounds at its end alone; factors and sums of gradients are float32 in a step.
-        exact, last_bit = {"rtol": 0, "atol": 0}, {"rtol": 2**-7 if kind == "bfloat16" else 1e-5, "atol": 1e-6}
-        rounds = {"rtol": 0.03, "atol": 3e-3}
+        exact, rounds = {"rtol": 0, "atol": 0}, {"rtol": 0.03, "atol": 3e-3}
+        last_bit = {"rtol": 2**-7, "atol": 1e-4} if kind == "bfloat16" else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(found[0], expected[0], **rounds if "inner" in options else exact)
         torch.testing.assert_close(found[1], expected[1], **rounds if "inner" in options else last_bit if options else exact)
         torch.testing.assert_close(trained(model), trained(eager), **rounds if "inner" in options else last_bit)
