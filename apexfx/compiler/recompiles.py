@@ -31,7 +31,7 @@ def of_each_value(graphs: Sequence[GraphReport]) -> str:
     last = _OTHER_VALUE.match(graphs[-1].recompiled) if graphs else None
     if last is None or sum(graph.recompiled.startswith(f"{last[1]} ") for graph in graphs) < 2:
         return ""
-    advice = ("what the program appends there it returns beside the loss (return loss, kl); keep other lengths fixed"
+    advice = ("return what the program appends there (return loss, kl); keep other lengths fixed"
               if last[1].startswith("len(") else "give it as a tensor, hold it in a buffer, or keep it fixed")
     return f"a graph is compiled for each value of {last[1]}: {advice} (docs/recompiles.md)"
 

@@ -41,8 +41,9 @@ class ChannelsLast(Pass):
     A float32 gradient that comes out of `convolution_backward` channels_last is laid out as its parameter is: the update would
     copy it otherwise, which takes longer. A half one it copies in less time than Inductor's code does.
 
-    What leaves the graph keeps its strides. A graph with an op that may not be given others (as_strided, one of another package,
-    a random one under `fallback_random`) stays as it is.
+    A view of what lies otherwise now, as of a gradient that goes into a bucket, becomes a reshape. What leaves the graph keeps
+    its strides. A graph with an op that may not be given others (as_strided, one of another package, a random one under
+    `fallback_random`) stays as it is.
     """
 
     name = "channels_last"

@@ -102,7 +102,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
     step_options = StepOptions.from_arguments(own, options, also=["loss_fn", "optimizer", "objective", "modules", "ema"])
     check_what_is_trained(loss_fn, optimizer, objective)
     step = TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, step_options, modules)
-    if "opt_level" not in options and "precision" not in step_options.config.skip:
+    if not options.keys() & {"opt_level", "dtype"} and "precision" not in step_options.config.skip:
         _tell_of_default(step_options.config.half_dtype(p.device for p in model.parameters()))
     return step
 

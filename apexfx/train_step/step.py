@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import passes
-from .._torch import under_fully_shard
+from .._torch import local_rows, under_fully_shard
 from ..compiler.buffers_put_back import KeptBuffers
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
@@ -202,7 +202,7 @@ class TrainStep:
         if self._first_calls and not options.keep_grads:
             self._first_calls -= 1
             if names := [state.name_of(place) for place, p in enumerate(state.now.params)
-                         if p.grad is not None and bool(p.grad.any())]:
+                         if p.grad is not None and bool(local_rows(p.grad).any())]:  # of a DTensor, ranks would communicate
                 self._first_calls = 0
                 self.report.warn(f"apexfx: .grad of {first_names(names)} is there when the step is called, and is not added to "
                                  "the step's own gradients: compute all of the loss in the step's objective, or call "

@@ -229,10 +229,10 @@ class StepGraphs:
         if self._components.options.config.inner == "cudagraphs":
             self._fix_addresses()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
-        on_cpu = self._components.options.config.inner == "inductor" and self._components.device.type == "cpu"
+        makes_vectors = self._components.options.config.inner == "inductor" and self._components.device.type == "cpu"
         with CAPTURE_LOCK, PROGRESS.compiling("Dynamo captures the step"), contextlib.suppress(NotRun), \
                 contextlib.nullcontext() if is_set else self._patch, explained_aliases(), torch.no_grad(), \
-                looking_for_vectors() if on_cpu else contextlib.nullcontext(), capture_errors(self._components.report):
+                looking_for_vectors() if makes_vectors else contextlib.nullcontext(), capture_errors(self._components.report):
             yield
 
     def _fix_addresses(self) -> None:

@@ -174,7 +174,8 @@ def test_a_group_that_is_added_between_calls_is_no_schedule(caplog):
 def test_low_precision_that_nobody_asked_for_is_said(caplog):
     _tell_of_default.cache_clear()
     said = "opt_level= was not given, and O1 computes matrix products in bfloat16"
-    for options, count in (({"opt_level": "O1"}, 0), ({"skip": ["precision"]}, 0), ({}, 1), ({}, 1)):  # once in a process
+    asked = ({"opt_level": "O1"}, {"dtype": torch.bfloat16}, {"skip": ["precision"]})
+    for options, count in (*((each, 0) for each in asked), ({}, 1), ({}, 1)):  # once in a process
         model = build()
         apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), inner="eager", **options)
         assert caplog.text.count(said) == count

@@ -106,6 +106,7 @@ def test_without_the_precision_pass_a_step_computes_as_the_model_is_written(name
         found = torch.stack([step(ids) for ids in group]), [p.grad for p in trained(model)]
         # Under Inductor a kernel rounds at its end alone; factors and sums of gradients are float32 in a step.
         exact, rounds = {"rtol": 0, "atol": 0}, {"rtol": 0.03, "atol": 3e-3}
+        # A bfloat16 update rounds as its operands do, of which one may be larger than the result.
         last_bit = {"rtol": 2**-7, "atol": 1e-4} if kind == "bfloat16" else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(found[0], expected[0], **rounds if "inner" in options else exact)
         torch.testing.assert_close(found[1], expected[1], **rounds if "inner" in options else last_bit if options else exact)

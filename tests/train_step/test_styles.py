@@ -286,7 +286,7 @@ def test_a_list_that_the_objective_appends_to_is_warned_of():
     for _ in range(5):
         step(torch.ones(2, 3))
     assert len(kls) == 5
-    assert re.search(r"value of len\(.*kls\): what the program appends there it returns beside the loss", step.report.notes[0])
+    assert re.search(r"value of len\(.*kls\): return what the program appends there", step.report.notes[0])
 
 
 def backward_of_another_loss(m, x):
