@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tests.quick_compiles  # noqa: F401
+
 
 class Mode(enum.Enum):
     TRAIN, EVAL = 1, 2

@@ -47,17 +47,19 @@ def package_digest() -> str:
 
 
 def pass_digest(pass_: Pass) -> str | None:
-    """Return a hash of a user pass's source and options, or None when either cannot be read.
+    """Return a hash of a pass's options and, of a user's, of its source; None when either cannot be read.
 
     What it calls counts where it is loaded and in a module of the same top-level package; of others it does not.
     A pass that does not override `options()` counts with its attributes: one forgotten would be a stale cache hit.
+    The source of our own is in `package_digest`.
     """
     options = pass_.options()
     if type(pass_).options is Pass.options:
         options = {name: option for name, option in vars(pass_).items() if name != "matches"}
     try:
-        return hashlib.sha256((_source(type(pass_), Pass) + json.dumps(options, sort_keys=True)).encode()
-                              + _package(type(pass_).__module__.partition(".")[0])).hexdigest()
+        package = type(pass_).__module__.partition(".")[0]
+        source = b"" if package == __name__.partition(".")[0] else _source(type(pass_), Pass).encode() + _package(package)
+        return hashlib.sha256(f"{type(pass_)} {json.dumps(options, sort_keys=True)}".encode() + source).hexdigest()
     except (OSError, TypeError):
         return None
 
@@ -77,10 +79,9 @@ def _source(cls: type, base: type) -> str:
 
 
 def _package(name: str) -> bytes:
-    """Return what is in the files of all modules of a top-level package that are loaded; ours is in `package_digest`."""
-    loaded = [(each, getattr(module, "__file__", None)) for each, module in sorted(sys.modules.items())
-              if name != __name__.partition(".")[0] and each.partition(".")[0] == name]
-    return b"".join(Path(file).read_bytes() for _, file in loaded if file)
+    """Return what is in the files of all modules of a top-level package that are loaded."""
+    loaded = [getattr(module, "__file__", None) for each, module in sorted(sys.modules.items()) if each.partition(".")[0] == name]
+    return b"".join(Path(file).read_bytes() for file in loaded if file)
 
 
 def uuid(config: dict[str, Any], passes: Sequence[Pass], facts: dict[str, Any]) -> str | None:
