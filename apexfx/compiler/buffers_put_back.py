@@ -63,6 +63,10 @@ class KeptBuffers:
             self._kept = [(*each, each[2].clone() if self._accumulates and each[2] is not None else each[2])
                           for each in _buffers(self._modules())]
 
+    def holds(self, tensor: Any) -> bool:
+        """Return whether it is one of the buffers."""
+        return any(buffer is tensor for _, _, buffer, _ in self._kept or ())
+
     def forget(self) -> None:
         """Keep nothing: the update is over."""
         self._kept = None

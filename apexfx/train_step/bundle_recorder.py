@@ -39,18 +39,15 @@ class BundleRecorder:
 
     def record(self, path: Path) -> None:
         """Write a bundle of the last call; errors as of `TrainStep.record`."""
-        if self._has_slices:
-            raise RuntimeError("apexfx: record() writes a bundle of one call, and with slices= an update is of several")
         if self._agreement is not None:
             self._agreement.ensure("call that record() writes a bundle of", [self._state.num_calls])
         self._write(lambda: path)
 
     def record_where_skipped(self) -> None:
         """Write a bundle of the last call, if it was skipped, where the safeguard says so; waits for the device."""
-        call = self._last.call
-        if self._folder is None or call is None or call.recorded:
+        if self._folder is None or self._last.call is None or self._last.recorded:
             return
-        call.recorded = True  # at most once
+        self._last.recorded = True  # at most once
         if not is_fault(self._last.verdict):
             return
         try:
@@ -75,20 +72,24 @@ class BundleRecorder:
             return
         run.compute(communicates=communicates)
         # Of what is not finite, the event says where it began; Inductor's kernels round otherwise, and have other random numbers.
-        if run.event is not None and self._last.norm.isfinite() and not self._fuses:
+        if run.event is not None and self._last.norm.isfinite() and not (self._fuses or self._has_slices):
             run.check_norm(self._last.norm)
         run.write(path)
         if run.event is not None:
             log.warning("apexfx: %s; python -m apexfx replay %s runs it again", run.event, path)
 
     def _run_of_last_call(self) -> bundle.Run:
-        call, event = self._last.call, None
+        event = None
+        if self._last.call is not None and is_fault(self._last.verdict):
+            if self._safeguard is not None and (events := self._last.events()):
+                event = str(events[-1])
+            elif self._has_slices:
+                self._last.where()  # in which slice
+        call = self._last.call
         if call is None or call.batch_has_changed():
             why = "the batch of the last call was written since" if call is not None else \
                 "there is no last call that updates and may be skipped; a step keeps its batch with safeguard= or a loss scale"
             raise RuntimeError(f"apexfx: record() has nothing to record: {why}")
-        if self._safeguard is not None and is_fault(self._last.verdict) and (events := self._last.events()):
-            event = str(events[-1])
         traced, inputs = graph_of(self._graphs, call, scale_factor=self._last.scale_factor())
         return bundle.Run(traced.gm, inputs, random=call.random, random_of_device=call.random_of_device, device=self._device,
                           about={"rank": rank(), "event": event, "options": {

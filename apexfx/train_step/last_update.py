@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,14 +37,12 @@ class LastCall:
 
     Attributes:
         batch, named: the same tensors, in containers of its own.
-        recorded: whether it was looked at for a bundle.
         random, random_of_device: states of torch's random number generators before the call; None on the CPU.
     """
 
     def __init__(self, batch: tuple[Any, ...], named: dict[str, Any], device: torch.device) -> None:
         self.batch, self.named = tree_map(lambda leaf: leaf, (batch, named))
         self._device = device
-        self.recorded = False
         self.random, self._random_of_python = torch.get_rng_state(), random.getstate()
         self.random_of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self.end()
@@ -95,33 +93,38 @@ def graph_of(graphs: CallGraphs, call: LastCall, *, scale_factor: float) -> tupl
     return traced, inputs
 
 
-def first_non_finite(graphs: CallGraphs, call: LastCall, *, scale_factor: float, accumulates: bool) -> str:
-    """Run the graph of a call once more, op by op, and say in a sentence where what is not finite begins.
+def first_non_finite(graphs: CallGraphs, calls: Sequence[LastCall], *, scale_factor: float, accumulates: bool,
+                     first_slice: int | None = None) -> tuple[str, LastCall]:
+    """Run the graphs of calls once more, op by op; say in a sentence where what is not finite begins, and return the call.
 
     Every rank does so alone, with its own values in the place of what the others would send.
 
     Args:
-        graphs, call, scale_factor: as of `graph_of`.
-        accumulates: whether earlier calls have accumulated gradients for this one.
+        graphs, scale_factor: as of `graph_of`.
+        calls: those of the last update that are known, in order.
+        accumulates: whether there were others, which accumulated gradients for these.
+        first_slice: of the global batch, which one the first of these calls computed; None where they computed none.
     """
-    if call.batch_has_changed():
-        return "the batch was written since, so the op was not looked for"
-    try:
-        traced, inputs = graph_of(graphs, call, scale_factor=scale_factor)
-        observer = NonFinite(traced.gm.graph)
-        with call.random_state(), torch.no_grad():
-            Interpreter(traced.gm, [observer]).run(*inputs)
-    except Exception as error:  # whatever the model does in another run, memory included: training goes on
-        return f"the step could not be run op by op to find where: {bundle.error_text(error)}"
-    of_rank = f" of rank {rank()}" if num_ranks() > 1 else ""
-    if (finding := observer.first()) is not None:
-        return f"{finding}{of_rank.replace(' of ', ', on ')}"
+    on_rank = f", on rank {rank()}" if num_ranks() > 1 else ""
+    for place, call in enumerate(calls):
+        if call.batch_has_changed():
+            return "the batch was written since, so the op was not looked for", call
+        try:
+            traced, inputs = graph_of(graphs, call, scale_factor=scale_factor)
+            observer = NonFinite(traced.gm.graph)
+            with call.random_state(), torch.no_grad():
+                Interpreter(traced.gm, [observer]).run(*inputs)
+        except Exception as error:  # whatever the model does in another run, memory included: training goes on
+            return f"the step could not be run op by op to find where: {bundle.error_text(error)}", call
+        if (finding := observer.first()) is not None:
+            return f"{finding}{f', in slice {first_slice + place}' if first_slice is not None else ''}{on_rank}", call
     others = ["a call before, which accumulated its gradients"] if accumulates else []
     if num_ranks() > 1:
         others.append(f"rank {1 - rank()}" if num_ranks() == 2 else "another rank, whose event says more")
     if others:
-        return f"all is finite in the last batch{of_rank}; it was that of {', or of '.join(others)}"
-    return "all is finite op by op: it was a kernel that fuses several, or the model has changed since"
+        batch = "the slices" if first_slice is not None else "the last batch"
+        return f"all is finite in {batch}{on_rank.replace(', on', ' of')}; it was that of {', or of '.join(others)}", calls[-1]
+    return "all is finite op by op: it was a kernel that fuses several, or the model has changed since", calls[-1]
 
 
 class LastUpdate:
@@ -132,26 +135,38 @@ class LastUpdate:
         name_of: a parameter, by its place.
 
     Attributes:
-        call: the last one, where it applied gradients and may have been skipped.
+        call: the last one, where it applied gradients and may have been skipped; with `slices=`, the one of this rank where
+            something that is not finite began, once `where` has looked for it.
+        recorded: whether it was looked at for a bundle.
         verdict: of it, the code of a `Verdict`, on the device; None where it accumulated, or failed.
         norm: of the gradients that were applied last; None before.
     """
 
     def __init__(self, components: Components, graphs: CallGraphs, name_of: Callable[[int], str | None]) -> None:
         self._graphs, self._components, self._safeguard, self._name_of = graphs, components, components.safeguard, name_of
-        self._accumulates, self._device = components.options.accumulates, components.device
+        self._slices, self._device = components.slices, components.device
+        self._earlier: list[LastCall] = []  # the other slices of the update
         self.norm: Tensor | None = None
         self.forget_call()
 
     def forget_call(self) -> None:
         """Forget the last call."""
-        self.call = self._begun = self.verdict = None
+        self.call = self._begun = self.verdict = self._said = None
+        self.recorded = False
 
-    def start_call(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Keep what it takes to compute a call once more, which begins."""
+    def start_call(self, batch: tuple[Any, ...], named: Mapping[str, Any], *, first: bool) -> None:
+        """Keep what it takes to compute a call once more, which begins; `first` of an update."""
         self.forget_call()
+        if first:
+            self._earlier.clear()
         if self._components.may_skip:
             self._begun = LastCall(batch, named, self._device)
+
+    def keep_slice(self) -> None:
+        """Note that the call that has begun has computed a slice, and others follow."""
+        if self._begun is not None and self._slices is not None:
+            self._begun.end()
+            self._earlier.append(self._begun)
 
     def finish_call(self, verdict: Tensor, norm: Tensor) -> None:
         """Note that the call that has begun, or a flush, applied gradients."""
@@ -172,7 +187,12 @@ class LastUpdate:
         if self.call is None:
             return "That call accumulated gradients" if self.verdict is None \
                 else "flush() applied what calls had accumulated, op not searched"
-        return first_non_finite(self._graphs, self.call, accumulates=self._accumulates, scale_factor=self.scale_factor())
+        if self._said is None:
+            self._said, self.call = first_non_finite(
+                self._graphs, [*self._earlier, self.call], scale_factor=self.scale_factor(),
+                accumulates=self._components.options.accumulates and self._slices is None,
+                first_slice=self._slices and self._slices.first)
+        return self._said
 
     def scale_factor(self) -> float:
         """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""

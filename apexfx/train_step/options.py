@@ -133,8 +133,6 @@ class StepOptions:
         others = {"sync_bn=True, whose batch norms need all slices at once": self.config.sync_bn,
                   f"shard={self.shard!r}, of which the norm is not the same on any number of ranks": self.shard is not None,
                   "fallback='transform', and slices are of a step that is one graph": self.fallback is not None,
-                  "Safeguard(record_dir=...), which records a call, and not an update": self.safeguard is not None
-                  and self.safeguard.record_dir is not None,
                   "dynamic=True, whose code depends on the sizes that a rank has seen first": bool(self.config.dynamic),
                   "inner_options= of an autotuner, by which each rank takes the kernels that it measures": any(
                       "autotune" in name and value for name, value in self.config.inner_options.items()),

@@ -12,13 +12,14 @@ import hashlib
 import itertools
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._torch import tensor_version
 from ..graph.collectives import wait
 from ..graph.inputs import Placeholder
 from ..random_state import forked_random
@@ -39,8 +40,9 @@ def check_slice(written: Sequence[Placeholder], collectives: Sequence[Any]) -> N
         raise ValueError(f"apexfx: forward or loss communicates ({collectives[0][0]}), and a slice of slices= is computed by one "
                          "rank, whatever their number is; leave slices= out")
     if others := [p.name.removeprefix("inputs.") for p in written if p.kind not in ("buffer", "state")]:
-        raise ValueError(f"apexfx: the forward writes {others[0]!r}, which is no registered buffer, and with slices= each rank "
-                         "would go on with another one; register it by register_buffer(), or leave slices= out")
+        raise ValueError(f"apexfx: the forward writes {others[0]!r}, which is no buffer of the model or of modules=, and with "
+                         "slices= each rank would go on with another one; register it by register_buffer(), name its module in "
+                         "modules=[...], or leave slices= out")
 
 
 def check_saved(given: Mapping[str, Any]) -> int:
@@ -73,6 +75,7 @@ class Slices:
         self.first = options.accumulate * group.rank() if group is not None else 0
         self.num_updates = 0
         self._waiting: list[tuple[int, list[Tensor]]] = []  # sums over 2**height slices, which wait for as many more
+        self._left: list[tuple[Tensor, int]] = []  # parameters and buffers, with their versions
 
     def settings(self) -> dict[str, Any]:
         """Return what the bits depend on besides model, data and the other options: the same bits are promised where it is."""
@@ -97,6 +100,24 @@ class Slices:
     def forget(self) -> None:
         """Drop what slices have given: a state was loaded."""
         self._waiting.clear()
+
+    def leave(self, modules: Iterable[nn.Module]) -> None:
+        """Note how a slice leaves parameters and buffers, for the next one of the update."""
+        self._left = [(each, tensor_version(each)) for module in modules
+                      for each in itertools.chain(module.parameters(), module.buffers()) if not each.is_inference()]
+
+    def check_left(self, modules: Iterable[nn.Module]) -> None:
+        """Refuse a slice that does not begin with what the one before it has left.
+
+        Raises:
+            RuntimeError: a parameter or buffer was written since.
+        """
+        if (written := next((each for each, version in self._left if tensor_version(each) != version), None)) is not None:
+            names = {id(each): name for module in modules
+                     for name, each in itertools.chain(module.named_parameters(), module.named_buffers())}
+            raise RuntimeError(f"apexfx: {names.get(id(written), 'a parameter')!r} was written between two slices of an update, "
+                               "which would then depend on how many of them a rank computes; compute all slices of an update by "
+                               "one step before another step, or anything else, writes what it reads")
 
     @contextlib.contextmanager
     def random_numbers(self, call: int) -> Iterator[None]:

@@ -171,14 +171,16 @@ class TrainStep:
             state.prepare(cached=True)
             self._warn_of_habits()
             self._check_autocast()
-            self._last.start_call(batch, named)
-            accumulates = state.num_accumulated_calls() + 1 < components.options.accumulate
+            number = state.num_accumulated_calls() + 1
+            self._last.start_call(batch, named, first=number == 1)
+            accumulates = number < components.options.accumulate
             if components.agreement is not None:  # a rank that fails in a call that accumulates would lag behind by one
                 components.agreement.begin()
             with call.explained():
                 loss, rest, *ran = self._graphs.run(batch, named, accumulates=accumulates)
             if accumulates:
                 state.note_accumulated(*ran)
+                self._last.keep_slice()
             else:
                 self._note_applied(*ran)
         self._after_call(updated=not accumulates)
@@ -342,7 +344,8 @@ class TrainStep:
 
         A call that was skipped has changed nothing, and is recorded as it was, but for counters. Of any other, the bundle has
         what a call with the same batch and random numbers would compute now. Over ranks, all have to call it at once; each
-        writes its own.
+        writes its own. With `slices`, it is of a slice without the update: of a skipped update, the first slice of this rank in
+        which something is not finite; of any other, the last one.
 
         Args:
             path: of a folder that is not there.

@@ -154,7 +154,8 @@ class StepCompiler:
             _check_unwritten(gm, by_forward)
         if self.step.slices and _backward(gm) is not None:
             written = [(placeholders[place], example_inputs[place]) for place in by_forward]
-            check_slice([p for p, x in written if not is_of_batch(p, x)], issued(gm, ()))
+            kept = self.state.kept_buffers
+            check_slice([p for p, x in written if not is_of_batch(p, x) and not kept.holds(x)], issued(gm, ()))
         is_mean = self._is_mean(gm, placeholders)
         if is_mean and not self.reduce_gradients and not self.step.reduces_each_call:
             self._share_counts(gm)

@@ -120,10 +120,14 @@ class StepGraphs:
     def _run_slice(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
         """Run a slice, add what it gives to that of the slices before it, and update by the sums over all."""
         state, slices, num_slices = self._state, self._components.slices, self._components.options.slices
+        modules = self._components.model, *self._components.objective_modules.given
+        if state.num_accumulated_calls():
+            slices.check_left(modules)
         loss, rest, mean, present = self._run(self._accumulates, batch, named)
         gradients, means, buffers = state.now.gradient_sums, state.mean.sums, state.kept_buffers.taken()
         slices.add([*gradients, means, *buffers], ends=not accumulates)
         if accumulates:
+            slices.leave(modules)
             return loss, rest, mean, present
         present, changed = self._with_earlier(present), [True] * len(buffers)
         if (group := self._components.groups.gradients) is not None and group.size() > 1:
@@ -176,7 +180,7 @@ class StepGraphs:
             self._compile_and_run(variant, batch, named)
 
     def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
-        """Return the graph of a whole step after all passes, for this batch alone, and its inputs; run nothing.
+        """Return the graph of a whole step, or of a slice, after all passes, for this batch alone, and its inputs; run nothing.
 
         This rank talks to no other. The report does not have the graph.
 
@@ -184,9 +188,11 @@ class StepGraphs:
             As a call.
         """
         check_traceable(self._components.model, self._components.options)
+        is_slice = self._components.slices is not None
         compiler = StepCompiler(replace(self._context, agreement=None), Report(self._components.report.config), self._state,
-                                traces=True)
-        return trace(run_step, compiler, self._components.step_model, self._state.inputs(self._components.model), batch, named)
+                                reduce_gradients=not is_slice, traces=True)
+        return trace(run_accumulate if is_slice else run_step, compiler, self._components.step_model,
+                     self._state.inputs(self._components.model), batch, named)
 
     def _run_cached(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         """Run the graph that has run for such a call before; nothing is looked at that its guards see.

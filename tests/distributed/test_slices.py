@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 import apexfx
 from apexfx.compiler.buffers_put_back import KeptBuffers
+from apexfx.observe.replay import replay
 from apexfx.train_step import step_graphs
 from apexfx.train_step.parts import norm
 from apexfx.train_step.slices import Slices
 from tests.distributed.launch import on_ranks, run_ranks
 from tests.tables import table
-from tests.train_step.sliced_programs import PROGRAMS, make, train
+from tests.train_step.sliced_programs import PROGRAMS, batch, make, train, train_adversaries
 
 
 def digests(name, rank, world_size, updates=range(3), **options):
@@ -75,6 +76,26 @@ def test_every_byte_is_the_same_and_random_numbers_of_the_user_stay(rank, world_
     everywhere = [None] * world_size
     dist.all_gather_object(everywhere, hashes)
     assert len({each for row in everywhere for each in row}) == 1
+
+
+@on_ranks(2)
+def test_networks_that_train_each_other_have_them(rank, world_size):
+    one, many = train_adversaries(2), train_adversaries(2, rank, world_size, ddp=True)
+    assert one == many and len(set(one)) == 4
+
+
+def test_a_rank_whose_slice_is_not_finite_says_so_and_records_it(tmp_path):
+    run_ranks(records, 2, str(tmp_path))
+    text, same = replay(str(tmp_path / "call-2-rank-1"))
+    assert same and "\nnot finite: input 'batch[0]' is not finite (inf)" in text
+
+
+def records(rank, world_size, folder):
+    step = make("safe", ddp=True, safeguard=apexfx.Safeguard(record_dir=folder))
+    train(step, "safe", range(2), rank, world_size)  # slice 2 of the second update is not finite
+    where = step.events[-1].where
+    assert where.endswith(", in slice 2, on rank 1" if rank else "it was that of rank 1"), where
+    step(*batch("safe", 2, 0))  # which writes the bundle
 
 
 @table(1, "name", ["convolution", "mean"])

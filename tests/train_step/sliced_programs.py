@@ -124,3 +124,37 @@ def train(step, name, updates, rank=0, world_size=1, slices=SLICES):
             step(*batch(name, update, place))
         digests.append(step.digest())
     return digests
+
+
+class Adversaries(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.makes = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
+        self.judges = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+
+def judged(model, x):
+    with torch.no_grad():
+        made = model.makes(torch.randn(len(x), 3))
+    return F.softplus(-model.judges(x)).mean() + F.softplus(model.judges(made)).mean()
+
+
+def made(model, x):
+    return F.softplus(-model.judges(model.makes(torch.randn(len(x), 3)))).mean()
+
+
+def train_adversaries(updates, rank=0, world_size=1, **options):
+    """Train two networks by turns, each a whole update; return the digests of both steps behind each."""
+    torch.manual_seed(0)
+    model, share = Adversaries(), SLICES // world_size
+    judge, make = (apexfx.train_step(model, objective=objective, optimizer=torch.optim.Adam(part.parameters(), 0.01),
+                                     opt_level="O0", inner="eager", slices=SLICES, seed=5, **options)
+                   for objective, part in ((judged, model.judges), (made, model.makes)))
+    digests = []
+    for update in range(updates):
+        for step in (judge, make):
+            model.judges.requires_grad_(step is judge)
+            for place in range(rank * share, (rank + 1) * share):
+                step(torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * update + place)))
+            digests.append(step.digest())
+    return digests

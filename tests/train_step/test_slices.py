@@ -16,6 +16,7 @@ from torch import nn
 
 import apexfx
 from apexfx._torch import fake_process_group
+from apexfx.observe.replay import replay
 from tests.tables import table
 from tests.train_step.sliced_programs import SLICES, make, train
 
@@ -148,7 +149,7 @@ class Writes(nn.Linear):
 
 
 @table(4, "what, message", [
-    ("held", "the forward writes 'model.held', which is no registered buffer"), ("frozen", "the forward writes 'frozen'"),
+    ("held", "the forward writes 'model.held', which is no buffer of the model"), ("frozen", "the forward writes 'frozen'"),
     ("made", "another buffer 'made', torch.float32 of shape .* in the place of None"),
     ("sum", "forward or loss communicates .*all_reduce"),
 ])  # fmt: skip
@@ -166,7 +167,7 @@ def test_a_forward_that_would_not_be_a_slice_is_refused(what, message):
     ({"ddp": apexfx.BucketConfig(gradient_average=False)}, "a BucketConfig of other sums"),
     ({"dynamic": True}, "whose code depends on the sizes"),
     ({"inner": "inductor", "inner_options": {"max_autotune": True}}, "by which each rank takes the kernels that it measures"),
-    ({"safeguard": apexfx.Safeguard(record_dir="x")}, "which records a call"), ({"seed": 0.5}, "seed=0.5 was given"),
+    ({"seed": 0.5}, "seed=0.5 was given"),
     ({"slices": None, "seed": 1}, "seed=1 was given, expected a whole number, and slices="),
     ({"ddp": True, "slices": 1}, "slices=1 was given on 2 ranks, expected a multiple"),
 ])  # fmt: skip
@@ -185,8 +186,6 @@ def test_an_update_is_whole_or_not_there():
         step.digest()
     for each in data[1:]:
         step(*each)
-    with pytest.raises(RuntimeError, match="record.. writes a bundle of one call"):
-        step.record("nowhere")
     whole = step.digest()
     other = step_of(net(), max_grad_norm=1.0, safeguard=True)
     other(*data[1])  # of an update that is dropped
@@ -194,6 +193,35 @@ def test_an_update_is_whole_or_not_there():
     for each in data:
         other(*each)
     assert other.digest() == whole
+
+
+def test_the_slice_that_is_not_finite_is_named_and_recorded(tmp_path):
+    step, data = step_of(net(nn.Dropout(0.2)), safeguard=True, slices=8, max_grad_norm=1.0), batches(16)
+    data[8 + 5][0][2, 1] = torch.inf
+    for each in data:
+        step(*each)
+    [event] = step.events
+    assert event.where.startswith("input 'batch[0]' is not finite (inf)") and event.where.endswith(", in slice 5")
+    step.record(tmp_path / "skipped")
+    text, same = replay(str(tmp_path / "skipped"))
+    assert same and "in slice 5" in text and "not finite: input 'batch[0]' is not finite (inf)" in text
+    for each in data[:8]:
+        step(*each)
+    step.record(tmp_path / "finite")
+    text, same = replay(str(tmp_path / "finite"))
+    assert same and "\nnot finite: nothing\n" in text and "event" not in text
+
+
+def test_what_is_written_between_slices_is_refused():
+    """A rank that computes fewer of them would have read it before."""
+    step, data = step_of(net(nn.BatchNorm1d(4).double())), batches(SLICES)
+    step(*data[0])
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        step(data[0][0][:, :4], data[0][1])  # writes nothing
+    step(*data[1])
+    step.model(data[2][0])
+    with pytest.raises(RuntimeError, match="'1.num_batches_tracked' was written between two slices of an update"):
+        step(*data[2])
 
 
 def test_a_digest_is_of_every_bit_and_no_run():
