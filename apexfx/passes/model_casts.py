@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -38,12 +38,12 @@ def cast_entries(
         target = _target(policy, source) if not placeholder.meta.get(REPLACED) else None
         if target is None or storages(value(placeholder)) & touched:
             continue
-        if CAST not in _desired_by_users(placeholder, policy):
+        if CAST not in _desired_by_users(placeholder, policy, touched):
             continue
         kind = placeholder.meta.get(KIND, "input").replace("param", "parameter")
         cast = insert_cast(placeholder, target, before=first, like=placeholder, mode=mode)
         originals[cast] = placeholder
-        _move_users(placeholder, cast, policy, mode, originals)
+        _move_users(placeholder, cast, policy, mode, originals, touched)
         reason = "the model is half; one cast serves all uses" if policy.level.cast_model else "float32 throughout"
         record(cast, ledger_row(cast, placeholder, op=kind, rule="model", reason=reason))
     return originals
@@ -55,18 +55,18 @@ def _target(policy: Policy, dtype: torch.dtype | None) -> torch.dtype | None:
     return torch.float32 if dtype in HALVES else None
 
 
-def _desired_by_users(tensor: fx.Node, policy: Policy) -> set[str]:
+def _desired_by_users(tensor: fx.Node, policy: Policy, touched: Set[Any]) -> set[str]:
     """Return whether the users of `tensor` want it cast, kept, or both."""
     if any(user.target == "requires_grad_" or user.target is torch.autograd.grad and tensor.op != "placeholder"
            for user in tensor.users):  # what is differentiated by: a cast would be another leaf, a view made twice another tensor
         return {KEEP}
     desired: set[str] = set()
     for user in tensor.users:
-        desired |= _desired_by(tensor, user, policy)
+        desired |= _desired_by(tensor, user, policy, touched)
     return desired
 
 
-def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
+def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy, touched: Set[Any]) -> set[str]:
     if user.op == "output" or user.meta.get(OUTSIDE_OF_MODEL) or is_inserted_cast(user) or user_cast(user) is not None \
             or user.target is torch.autograd.grad:
         return {KEEP}
@@ -75,14 +75,15 @@ def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
         if pair is None:
             return {KEEP}
         inputs = pair[0].graph.find_nodes(op="placeholder")
-        inside = set().union(*(_desired_by_users(p, policy) for o, p in zip(pair[1], inputs) if o is tensor))
+        inside = set().union(*(_desired_by_users(p, policy, touched) for o, p in zip(pair[1], inputs) if o is tensor))
         return {CAST} if inside == {CAST} else {KEEP}
     name = canonical_name(user.target)
     rule = policy.rules.get(name)
     if is_foreign(name) and rule is None:
         return {KEEP}
     if rule is not None and rule.family == "view":
-        return _desired_by_users(user, policy) or {KEEP}
+        desired = _desired_by_users(user, policy, touched) or {KEEP}
+        return {CAST} if len(desired) > 1 and storages(value(user)) & touched else desired  # of a copy that is written, not two
     if policy.overridden(user) or tensor is additive_mask(name, user.args, user.kwargs):
         return {KEEP}  # a mask is cast where it is used, because there it is cast within half's range
     if name in ("embedding", "embedding_bag") and argument(user, "sparse"):
@@ -92,12 +93,13 @@ def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
     return {CAST}
 
 
-def _move_users(tensor: fx.Node, cast: fx.Node, policy: Policy, mode: Any, originals: dict[fx.Node, fx.Node]) -> None:
+def _move_users(tensor: fx.Node, cast: fx.Node, policy: Policy, mode: Any, originals: dict[fx.Node, fx.Node],
+                touched: Set[Any]) -> None:
     """Let the users of `tensor` that want it cast read `cast`; a view with users of both kinds is made twice."""
     for user in list(tensor.users):
         if user is cast:
             continue
-        desired = _desired_by(tensor, user, policy)
+        desired = _desired_by(tensor, user, policy, touched)
         if desired == {CAST}:
             user.replace_input_with(tensor, cast)
         elif CAST in desired:
@@ -105,4 +107,4 @@ def _move_users(tensor: fx.Node, cast: fx.Node, policy: Policy, mode: Any, origi
                 twin = tensor.graph.node_copy(user, lambda n: cast if n is tensor else n)
             set_value(twin, evaluate(twin, mode))
             originals[twin] = user
-            _move_users(user, twin, policy, mode, originals)
+            _move_users(user, twin, policy, mode, originals, touched)

@@ -180,3 +180,19 @@ def test_rows_that_an_embedding_renormalizes_are_those_of_the_parameter(kind):
     apexfx.transform(model, opt_level="O2", dtype=torch.bfloat16, inner="eager")(rows)
     reference(rows)
     assert torch.equal(model[0].weight, reference[0].weight)
+
+
+def test_a_copy_of_an_input_that_the_model_writes_and_returns_is_one():
+    class Adds(nn.Linear):
+        def forward(self, x):
+            y = x.clone()
+            y.add_(super().forward(x))
+            return y
+
+    torch.manual_seed(0)
+    model, x = Adds(4, 4), torch.randn(5, 4)
+    assert_close(apexfx.transform(copy.deepcopy(model), opt_level="O2", dtype=torch.bfloat16, inner="eager")(x), model(x),
+                 dtype=torch.bfloat16, scale=2)
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0), opt_level="O2", dtype=torch.bfloat16,
+                             inner="eager")
+    assert_close(step(x, x), F.mse_loss(model(x), x), dtype=torch.bfloat16, scale=2)
