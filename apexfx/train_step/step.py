@@ -166,7 +166,7 @@ class TrainStep:
             self._was_training = self.model.training
             warn_of_eval_mode(self.model, self.report)
         self._recorder.record_where_skipped()
-        call = Call(self.objective, batch, named, self.report)
+        call = Call(self.objective, batch, named, self.report, self._components.device)
         with state.all_or_nothing(), state.random_numbers():
             state.prepare(cached=True)
             self._warn_of_habits()
@@ -281,7 +281,7 @@ class TrainStep:
         Raises:
             ValueError, TypeError, RuntimeError: as a call. The step cannot be captured as one graph, whatever `fallback` is.
         """
-        call = Call(self.objective, batch, named, self.report)
+        call = Call(self.objective, batch, named, self.report, self._components.device)
         with self._state.all_or_nothing():
             self._state.prepare()
             with call.explained():
