@@ -465,9 +465,11 @@ def test_what_is_no_state_of_this_step_is_refused():
     with pytest.raises(ValueError, match=r"Given was {}, which is what state_dict\(full=True\) returns on all ranks but"):
         step.load_state_dict({})
     of_model = step.model.state_dict()
-    for prefix, cure in (("", "Load what a loop has saved"), ("module.", "This is of a model under DDP .* take 'module.' off")):
+    for prefix, cure in (("", "Load what a loop has saved"), ("module.", "Load .*; the names in state are .* under DDP")):
         with pytest.raises(ValueError, match=rf"returns\. {cure} .* Given was '{prefix}0.weight', .* and 5 more; 'model', "):
             step.load_state_dict({prefix + name: held for name, held in of_model.items()})
+    with pytest.raises(ValueError, match=r"shares; the names in state\['net'\] are .*\(state\['net'\], 'module.'\)\. Given"):
+        step.load_state_dict({"net": {f"module.{name}": held for name, held in of_model.items()}, "optimizer": {}, "epoch": 1})
     with pytest.raises(ValueError, match="scaler, of a loss scale: 'loss_scale' has the shape "):
         step.load_state_dict({**make().state_dict(), "scaler": {"loss_scale": torch.ones(3)}})
     before = copy.deepcopy(step.state_dict())
