@@ -608,9 +608,29 @@ def test_a_step_says_in_a_line_what_it_is():
 
 def test_options_of_a_step_cannot_be_set():
     step = make(max_grad_norm=1.0)
-    for name in ("max_grad_norm", "accumulate", "opt_level"):
+    for name in ("max_grad_norm", "accumulate", "opt_level", "ema"):
         with pytest.raises(AttributeError, match=rf"step\.{name} = 3 was set, .*make a new step"):
             setattr(step, name, 3)
+    for name, other in (("model", net()), ("optimizer", SGD(step.model.parameters(), lr=0.1)), ("objective", len)):
+        setattr(step, name, before := getattr(step, name))
+        with pytest.raises(AttributeError, match=rf"step\.{name} was set to another, .*make a new step"):
+            setattr(step, name, other)
+        assert getattr(step, name) is before
+    with pytest.raises(AttributeError, match=r"another, Sequential\(\.\.\.\), and"):
+        step.model = net()
+
+
+def test_what_a_loop_calls_of_others_is_led_to_them():
+    step = make()
+    for name, said in {"eval": "call step.model.eval", "parameters": "call step.model.parameters", "no_sync": "accumulate=n",
+                       **dict.fromkeys(("zero_grad", "backward", "step"), "leave it out")}.items():
+        with pytest.raises(AttributeError, match=rf"a training step has no {name}\(\); .*{said}"):
+            getattr(step, name)
+        assert not hasattr(step, name)
+    with pytest.raises(AttributeError, match="^'TrainStep' object has no attribute 'optimiser'$"):
+        step.optimiser  # noqa: B018
+    with pytest.raises(TypeError, match="can be neither copied nor pickled"):
+        copy.deepcopy(step)
 
 
 def test_a_model_in_eval_mode_is_said_once_behind_each_evaluation(caplog):
