@@ -188,6 +188,7 @@ _ELSEWHERE = {name: said for names, said in {
     ("channels_last", "memory_format"): ": convert model and batches by .to(memory_format=torch.channels_last); graphs keep it.",
     ("mode",): ": give what it stands for as inner_options=; torch._inductor.list_mode_options(mode) has it.",
     ("cuda_graph", "cuda_graphs", "cudagraphs"): ": give inner='cudagraphs'.",
+    ("backend",): ": the compiler of the graphs is inner=, as inner='inductor'; others are 'eager' and 'cudagraphs'.",
 }.items() for name in names}
 _LOSS_SCALING = ": the graphs hold no loss scaling; use torch.amp.GradScaler, or apexfx.amp.initialize(..., compile=True)."
 _OF_TRANSFORM = {
@@ -374,12 +375,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def brief(value: Any) -> str:
+    """Return a value as Python writes it in a line; what takes several, as modules and tensors may, as `Sequential(...)`."""
+    return f"{type(value).__name__}(...)" if "\n" in repr(value) else repr(value)
+
+
 def _expect(name: str, value: Any, ok: bool, expected: str) -> None:
     if not ok:
-        raise TypeError(f"apexfx: {name}={value!r} ({type(value).__name__}) was given, expected {expected}")
+        raise TypeError(f"apexfx: {name}={brief(value)} ({type(value).__name__}) was given, expected {expected}")
 
 
 def _one_of(name: str, value: Any, choices: Any, *, hint: str = "") -> None:
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"apexfx: {name}={value!r} was given, expected one of {', '.join(map(repr, choices))}"
+        raise ValueError(f"apexfx: {name}={brief(value)} was given, expected one of {', '.join(map(repr, choices))}"
                          + (f" ({hint})" if hint else ""))

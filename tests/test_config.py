@@ -41,7 +41,7 @@ def test_unknown_option_names_the_nearest():
     *((key, "dtype= names the half type") for key in ("use_amp", "bf16", "mixed_precision")),
     *((key, "accumulate= of train_step()") for key in ("grad_accum", "grad_accumulation", "accumulation_steps")),
     *((key, "call scheduler.step() behind") for key in ("scheduler", "lr_scheduler")),
-    ("label_smoothing", "nn.CrossEntropyLoss(label_smoothing=)"),
+    ("backend", "as inner='inductor'"), ("label_smoothing", "nn.CrossEntropyLoss(label_smoothing=)"),
 ])  # fmt: skip
 def test_options_of_apex_are_led_to_ours(key, hint):
     with pytest.raises(ValueError, match=f"unknown option '{key}'[:;] .*{re.escape(hint)}.* Known options: opt_level, "):
@@ -72,6 +72,8 @@ def test_all_options_of_a_step_are_led_to_it():
         ({"opt_level": "O2", "keep_batchnorm_fp32": 1}, "expected True, False or None"),
         ({"process_group": "0", "sync_bn": True}, "expected a torch.distributed.ProcessGroup"),
         ({"precision": ["x"]}, "expected a mapping"),
+        ({"precision": torch.nn.Sequential(torch.nn.ReLU())}, r"precision=Sequential\(\.\.\.\) .*expected a mapping"),
+        ({"sync_bn": torch.ones(2, 2)}, r"sync_bn=Tensor\(\.\.\.\) \(Tensor\) .*expected True or False"),
     ],
 )
 def test_wrong_type(options, message):

@@ -180,6 +180,7 @@ def _refuse_autocast(gm: fx.GraphModule) -> None:
     inner = [n for body in bodies(gm) for n in body.graph.nodes if autocast_region(n) in [(d, True) for d in devices]]
     if ambient or inner:
         where = f"torch.autocast({ambient[0]!r}) is active around the call" if ambient else \
-            f"the model enters torch.autocast({inner[0].args[0]!r}) itself, around {source_line(inner[0].next)}"
+            f"the model or the objective enters torch.autocast({inner[0].args[0]!r}), whose first op is at " + \
+            source_line(inner[0].next)
         raise ValueError(f"apexfx: {where}, and opt_level asks for casts too: every op would be cast twice. Leave the "
                          "autocast out, or use opt_level='O0'; torch.autocast(..., enabled=False) regions are fine")

@@ -70,9 +70,9 @@ def load(components: Components, state: dict[str, Any]) -> None:
     except BaseException as error:
         for name, holder in holders.items():
             holder.load_state_dict(before[name])
-        if 'Unexpected key(s) in state_dict: "module.' in str(error):
-            error.add_note("  apexfx: the names are those of a model in DistributedDataParallel: take the prefix away, by "
-                           "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state['model'], 'module.')")
+        if 'Unexpected key(s) in state_dict: "module.' in str(error) and (of_ddp := _of_ddp(state)):
+            error.args = (f"apexfx: {of_ddp}. {error}",)
+        error.add_note("  apexfx: nothing of the step has changed")
         raise
     if components.slices is not None:
         components.slices.load(state.get("slices"))
@@ -92,11 +92,9 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
         held = [name for name, each in given.items() if isinstance(each, dict) and each.keys() >= _ALWAYS]
         if held:
             cure = f"Give it what is in {held[0]!r}"
-        elif keys and all(key.startswith("'module.") for key in keys):
-            cure = "This is of a model under DDP or DataParallel: take 'module.' off by torch.nn.modules.utils." \
-                   "consume_prefix_in_state_dict_if_present(state, 'module.'), and load it into the model itself"
         else:
             cure = "Load what a loop has saved into the model and the optimizer themselves, which the step shares"
+            cure = "; ".join(filter(None, (cure, _of_ddp(given))))
         missing = ", ".join(map(repr, sorted(_ALWAYS - given.keys())))
         raise ValueError(f"apexfx: load_state_dict() expected what state_dict() of a step returns. {cure}. Given was {kind}; "
                          f"{missing} missing")
@@ -129,6 +127,15 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
         log.warning("apexfx: the state has no slot %r of parts=, which begins anew" if name in own["parts"] else
                     "apexfx: the state has the slot %r of parts=, which no part of this step declares and which is dropped", name)
     return state
+
+
+def _of_ddp(state: dict[str, Any]) -> str:
+    """Return what to do about names of a model in DistributedDataParallel; "" where there are none."""
+    of_ddp = [text for text, held in [("state", state), *((f"state[{name!r}]", held) for name, held in state.items())]
+              if isinstance(held, dict) and held and all(str(key).startswith("module.") for key in held)]
+    return "" if not of_ddp else (
+        f"the names in {of_ddp[0]} are those of a model under DDP or DataParallel: take 'module.' off by "
+        f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present({of_ddp[0]}, 'module.')")
 
 
 def _kept(components: Components, state: dict[str, Any]) -> list[int]:

@@ -60,6 +60,15 @@ class Mean:
     def __truediv__(self, by: float) -> Mean:
         return self * (1 / by)
 
+    def __repr__(self) -> str:
+        return " + ".join(f"Mean(total={total!r}, count={count!r})" for total, count in self.terms)
+
+    def _refuse(self, *_: Any, **__: Any) -> float:
+        raise TypeError("apexfx: a Mean is no tensor: an objective returns it to a training step. In a loop of your own "
+                        "use mean.value, the mean of this call: mean.value.backward(), mean.value.item()")
+
+    backward = item = __float__ = _refuse
+
 
 def _of(terms: tuple[tuple[Any, Any], ...]) -> Mean:
     result = Mean(*terms[0])

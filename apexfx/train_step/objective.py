@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._torch import registries
+from ..config import brief
 from .function import SupervisedObjective
 from .optimizer_list import OptimizerList
 
@@ -27,7 +28,7 @@ class ObjectiveModules(nn.Module):
     def __init__(self, objective: Any, model: nn.Module, modules: Sequence[nn.Module] = ()) -> None:
         super().__init__()
         if not isinstance(modules, (list, tuple)) or not all(isinstance(each, nn.Module) for each in modules):
-            raise TypeError(f"apexfx: modules={modules!r} was given, expected a list of torch.nn.Modules that the loss or "
+            raise TypeError(f"apexfx: modules={brief(modules)} was given, expected a list of torch.nn.Modules that the loss or "
                             "objective uses, and the optimizer trains")
         self._model = [model]  # a list, so that it is not registered
         name, loss = ("loss_fn", objective.loss_fn) if isinstance(objective, SupervisedObjective) else ("objective", objective)

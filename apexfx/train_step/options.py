@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import BucketConfig, TransformConfig, is_number
+from ..config import BucketConfig, TransformConfig, brief, is_number
 from .parts.part import Part
 from .parts.safeguard import Safeguard
 
@@ -37,7 +37,8 @@ class StepOptions:
         if self.slices is not None:
             self._check_slices()
         if self.safeguard is not None and not isinstance(self.safeguard, Safeguard):
-            raise TypeError(f"apexfx: safeguard={self.safeguard!r} was given, expected True, an apexfx.Safeguard, False or None")
+            raise TypeError(f"apexfx: safeguard={brief(self.safeguard)} was given, expected True, an apexfx.Safeguard, False or "
+                            "None")
         if self.shard not in (None, "optimizer", "gradients"):
             raise ValueError(f"apexfx: shard={self.shard!r} was given, expected 'optimizer', 'gradients' or None")
         if self.fallback not in (None, "transform"):
@@ -161,7 +162,7 @@ def check_what_is_trained(loss_fn: Callable[..., Any] | None, optimizer: Any, ob
 
 def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"apexfx: optimizer={optimizer!r} ({type(optimizer).__name__}) was given, expected a "
+        raise TypeError(f"apexfx: optimizer={brief(optimizer)} ({type(optimizer).__name__}) was given, expected a "
                         "torch.optim.Optimizer, or a list of several")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -21,7 +21,7 @@ from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups, averaged_over_none
 from ..compiler.traced import Traced
-from ..config import TransformConfig, is_number
+from ..config import TransformConfig, brief, is_number
 from ..distributed.agreement import Communication, check_alive
 from ..errors import NonFiniteError
 from ..graph.printing import count_text, first_names
@@ -59,7 +59,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_OPTIONS = {each.name for options in (StepOptions, TransformConfig) for each in dataclasses.fields(options)} - {"config"}
+_OPTIONS = {each.name for options in (StepOptions, TransformConfig) for each in dataclasses.fields(options)} - {"config"} \
+    | {"loss_fn", "ema", "modules"}
+_GIVEN = {"model": "", "optimizer": "change its param_groups, or ", "objective": ""}
+# What a loop calls of a model, an optimizer, a loss or DDP, and what to do here.
+_OF_A_LOOP = {
+    **{name: f"call step.model.{name}()" for name in ("train", "eval", "parameters", "named_parameters")},
+    **dict.fromkeys(("zero_grad", "backward", "step"), "leave it out: a call, step(*batch), computes the gradients and updates"),
+    "no_sync": "make the step with accumulate=n, which averages and updates in every n-th call",
+}
 
 
 class TrainStep:
@@ -133,9 +141,17 @@ class TrainStep:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OPTIONS:
-            raise AttributeError(f"apexfx: step.{name} = {value!r} was set, and graphs are made by the options that a step was "
-                                 "made with; make a new step, with that one, of the same model and optimizer")
+            raise AttributeError(f"apexfx: step.{name} = {brief(value)} was set, and graphs are made by the options that a step "
+                                 "was made with; make a new step, with that one, of the same model and optimizer")
+        if name in _GIVEN and vars(self).get(name, value) is not value:
+            raise AttributeError(f"apexfx: step.{name} was set to another, {brief(value)}, and a step goes on with what it was "
+                                 f"made with; {_GIVEN[name]}make a new step")
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_A_LOOP:
+            raise AttributeError(f"apexfx: a training step has no {name}(); {_OF_A_LOOP[name]}")
+        return self.__getattribute__(name)  # which raises Python's own error, or that of a property
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
         """Run one training step; `named` goes to an objective alone.
@@ -166,7 +182,7 @@ class TrainStep:
             self._was_training = self.model.training
             warn_of_eval_mode(self.model, self.report)
         self._recorder.record_where_skipped()
-        call = Call(self.objective, batch, named, self.report)
+        call = Call(self.objective, batch, named, self.report, self._components.device)
         with state.all_or_nothing(), state.random_numbers():
             state.prepare(cached=True)
             self._warn_of_habits()
@@ -281,7 +297,7 @@ class TrainStep:
         Raises:
             ValueError, TypeError, RuntimeError: as a call. The step cannot be captured as one graph, whatever `fallback` is.
         """
-        call = Call(self.objective, batch, named, self.report)
+        call = Call(self.objective, batch, named, self.report, self._components.device)
         with self._state.all_or_nothing():
             self._state.prepare()
             with call.explained():

@@ -32,11 +32,12 @@ class Call:
         objective: the step's.
         batch, named: what the step was called with, by position and by keyword.
         report: of the step, for the op that an error names; None for no such note.
+        device: of the model, for an error of another one.
     """
 
     def __init__(self, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any],
-                 report: Report | None = None) -> None:
-        self._objective, self.batch, self.named, self._report = objective, batch, named, report
+                 report: Report | None = None, device: torch.device | None = None) -> None:
+        self._objective, self.batch, self.named, self._report, self._device = objective, batch, named, report, device
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -51,6 +52,13 @@ class Call:
         except (RankMismatchError, RankFailureError):
             raise
         except Exception as error:
+            if isinstance(error, RuntimeError) and re.search("(same|expected) device|two .*devices", str(error)) \
+                    and (elsewhere := self._elsewhere()):
+                error.args = (f"apexfx: {elsewhere}, and the model on {self._device}: call .to({str(self._device)!r}). "
+                              f"{getattr(error, 'explained', error)}",)
+            if isinstance(error, TypeError) and (how_many := self._unpacked()):
+                error.args = (f"apexfx: step(batch) was called with one {how_many}, all inputs of the model: call step(*batch), "
+                              f"which is step(inputs, *targets). {error}",)
             if error.args and str(error.args[0]).startswith("apexfx:"):
                 error.args = (_BATCH.sub(self._called, error.args[0]), *error.args[1:])
             if "needed for gradient computation has been modified" in str(error):
@@ -63,6 +71,9 @@ class Call:
             if of_floats or dtypes and re.search(r"(?i)dtype|scalar type", str(error)):
                 what = f"what is {dtypes[0]}" if dtypes else "those that are floats"
                 error.add_note(f"  class labels and indices are int64 in torch: call .long() on {what}")
+            if "multi-target not supported" in str(error):
+                error.add_note("  class labels are one number for each example: call .squeeze(1) on those of shape [N, 1], "
+                               ".argmax(1) on one-hot rows")
             if isinstance(error, TypeError) and re.search("missing|nexpected keyword", str(error)) \
                     and (unknown := _not_taken(self._objective, self.named)):
                 error.args = (f"apexfx: objective takes no {unknown[0]!r}: {error}",)
@@ -99,6 +110,18 @@ class Call:
 
     def _shown_arguments(self) -> list[str]:
         return [*map(shown, self.batch), *(f"{name}={shown(x)}" for name, x in self.named.items())]
+
+    def _elsewhere(self) -> str:
+        """Return which arguments are on another device than the model: "batch[0] is on cpu"."""
+        arguments = {**{f"batch[{place}]": x for place, x in enumerate(self.batch)}, **self.named}
+        devices = {name: x.device for name, held in arguments.items() for x in tree_leaves(held)
+                   if isinstance(x, Tensor) and self._device not in (None, x.device)}
+        return ", ".join(f"{name} is on {device}" for name, device in devices.items())
+
+    def _unpacked(self) -> str:
+        """Return what came in the place of inputs and targets: "tuple of 2"."""
+        [batch] = self.batch if len(self.batch) == 1 and isinstance(self._objective, SupervisedObjective) else [None]
+        return f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) and len(batch) > 1 else ""
 
     def _called(self, place: re.Match[str]) -> str:
         """Return "batch[1]" with the objective's own name of it: "labels (batch[1])"."""

@@ -213,6 +213,17 @@ def test_an_option_by_another_name(name, said):
         apexfx.train_step(model, optimizer=torch.optim.SGD(model.parameters()), **{name: F.cross_entropy})
 
 
+@pytest.mark.parametrize("name, value", [
+    ("ema", torch.optim.swa_utils.AveragedModel(build())), ("modules", build()), ("parts", build()), ("parts", [build()]),
+    ("safeguard", build()), ("optimizer", nn.Parameter(X)), ("optimizer", [build()]),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_an_option_that_is_a_module_or_a_tensor_is_told_by_its_type(name, value):
+    model = build()
+    options = {"optimizer": torch.optim.SGD(model.parameters(), 0.1), name: value}
+    with pytest.raises(TypeError, match=rf"{name}=.*(AveragedModel|Sequential|Parameter)\(\.\.\.\)"):
+        apexfx.train_step(model, F.cross_entropy, **options)
+
+
 @table(3, "optimizer, name", [(optimizer, name) for optimizer, names in {
     torch.optim.SGD: ("lr", "momentum", "weight_decay"), torch.optim.AdamW: ("lr", "eps", "weight_decay"),
     torch.optim.RMSprop: ("lr", "alpha"), torch.optim.Muon: ("lr", "weight_decay"),

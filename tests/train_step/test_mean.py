@@ -249,6 +249,20 @@ def test_a_mean_and_a_scalar_are_not_accumulated_together(first, accumulate, fal
                 assert step(*short) == alone(*short)
 
 
+def test_a_mean_is_no_tensor_and_says_what_to_do():
+    weight = torch.ones((), requires_grad=True)
+    mean = apexfx.Mean(3 * weight.detach(), torch.tensor(2)) + 0.5 * apexfx.Mean(torch.tensor(4.0), 1)
+    assert repr(mean) == "Mean(total=tensor(3.), count=tensor(2)) + Mean(total=tensor(2.), count=1)"
+    mean = apexfx.Mean(3 * weight, 2)
+    for use in (lambda mean: mean.backward(), lambda mean: mean.item(), float):
+        with pytest.raises(TypeError, match=r"a Mean is no tensor.*mean\.value\.backward\(\)"):
+            use(mean)
+        with pytest.raises(TypeError, match=r"a Mean is no tensor"):  # in a graph
+            make(net(), lambda *batch, use=use: (objective(*batch), use(objective(*batch))))(*batch(1, 3))
+    mean.value.backward()
+    assert float(weight.grad) == 1.5
+
+
 @pytest.mark.long
 def test_code_of_inductor_weighs_as_well():
     expected, model = net(torch.float32), net(torch.float32)

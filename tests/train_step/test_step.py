@@ -465,9 +465,11 @@ def test_what_is_no_state_of_this_step_is_refused():
     with pytest.raises(ValueError, match=r"Given was {}, which is what state_dict\(full=True\) returns on all ranks but"):
         step.load_state_dict({})
     of_model = step.model.state_dict()
-    for prefix, cure in (("", "Load what a loop has saved"), ("module.", "This is of a model under DDP .* take 'module.' off")):
+    for prefix, cure in (("", "Load what a loop has saved"), ("module.", "Load .*; the names in state are .* under DDP")):
         with pytest.raises(ValueError, match=rf"returns\. {cure} .* Given was '{prefix}0.weight', .* and 5 more; 'model', "):
             step.load_state_dict({prefix + name: held for name, held in of_model.items()})
+    with pytest.raises(ValueError, match=r"shares; the names in state\['net'\] are .*\(state\['net'\], 'module.'\)\. Given"):
+        step.load_state_dict({"net": {f"module.{name}": held for name, held in of_model.items()}, "optimizer": {}, "epoch": 1})
     with pytest.raises(ValueError, match="scaler, of a loss scale: 'loss_scale' has the shape "):
         step.load_state_dict({**make().state_dict(), "scaler": {"loss_scale": torch.ones(3)}})
     before = copy.deepcopy(step.state_dict())
@@ -606,9 +608,29 @@ def test_a_step_says_in_a_line_what_it_is():
 
 def test_options_of_a_step_cannot_be_set():
     step = make(max_grad_norm=1.0)
-    for name in ("max_grad_norm", "accumulate", "opt_level"):
+    for name in ("max_grad_norm", "accumulate", "opt_level", "ema"):
         with pytest.raises(AttributeError, match=rf"step\.{name} = 3 was set, .*make a new step"):
             setattr(step, name, 3)
+    for name, other in (("model", net()), ("optimizer", SGD(step.model.parameters(), lr=0.1)), ("objective", len)):
+        setattr(step, name, before := getattr(step, name))
+        with pytest.raises(AttributeError, match=rf"step\.{name} was set to another, .*make a new step"):
+            setattr(step, name, other)
+        assert getattr(step, name) is before
+    with pytest.raises(AttributeError, match=r"another, Sequential\(\.\.\.\), and"):
+        step.model = net()
+
+
+def test_what_a_loop_calls_of_others_is_led_to_them():
+    step = make()
+    for name, said in {"eval": "call step.model.eval", "parameters": "call step.model.parameters", "no_sync": "accumulate=n",
+                       **dict.fromkeys(("zero_grad", "backward", "step"), "leave it out")}.items():
+        with pytest.raises(AttributeError, match=rf"a training step has no {name}\(\); .*{said}"):
+            getattr(step, name)
+        assert not hasattr(step, name)
+    with pytest.raises(AttributeError, match="^'TrainStep' object has no attribute 'optimiser'$"):
+        step.optimiser  # noqa: B018
+    with pytest.raises(TypeError, match="can be neither copied nor pickled"):
+        copy.deepcopy(step)
 
 
 def test_a_model_in_eval_mode_is_said_once_behind_each_evaluation(caplog):

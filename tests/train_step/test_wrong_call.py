@@ -50,10 +50,11 @@ def objective(model, x, labels):
 
 # What is called, the error, and what its text has to say; above it what the text has to make a reader do.
 CALLS = {
-    # Call step(x, y): a tuple is taken for several inputs of the model.
+    # Call step(x, y), or step(*batch): a tuple is taken for several inputs of the model.
     "step((x, y))": (lambda s: s((X, Y)), TypeError, [
-        "forward()", "step((float32[6, 8], int64[6]))",
+        "apexfx: step(batch) was called with one tuple of 2", "call step(*batch)", "forward()", "step((float32[6, 8], int64[6]))",
         "loss_fn(model(float32[6, 8], int64[6]))", "step(inputs, *targets)", "f(model, *batch) is given as objective=f"]),
+    "step([x, y])": (lambda s: s([X, Y]), TypeError, ["apexfx: step(batch) was called with one list of 2"]),
     # Give the targets, too: step(x, y).
     "step(x)": (lambda s: s(X), TypeError, ["cross_entropy()", "loss_fn(model(float32[6, 8]))"]),
     # Give it a batch.
@@ -69,7 +70,8 @@ CALLS = {
     # Give targets as int64.
     "step(x, y.float())": (lambda s: s(X, Y.float()), RuntimeError, ["Long|int64", "step(float32[6, 8], float32[6])"]),
     # Give targets as a vector.
-    "step(x, y[:, None])": (lambda s: s(X, Y[:, None]), RuntimeError, ["multi-target not supported", "int64[6, 1]"]),
+    "step(x, y[:, None])": (lambda s: s(X, Y[:, None]), RuntimeError, ["multi-target not supported", "int64[6, 1]",
+                                                                  "call .squeeze(1) on those of shape [N, 1]"]),
     # Call x.float().
     "step(x.double(), y)": (lambda s: s(X.double(), Y), RuntimeError, ["float64", ".float()"]),
     # Give inputs in the dtype of the weights: x.float().
@@ -91,7 +93,8 @@ CALLS = {
         "must be Tensor, not NoneType", "step(None, int64[6])"]),
     # Bring the input to the device of the model.
     "step(x.to('meta'), y)": (lambda s: s(X.to("meta"), Y), RuntimeError, [
-        "same device", "meta and cpu", "step(float32[6, 8] on meta, int64[6])"]),
+        "apexfx: batch[0] is on meta, and the model on cpu: call .to('cpu'). ", "meta and cpu",
+        "step(float32[6, 8] on meta, int64[6])"]),
 }
 KEYWORDS = {
     # Name it as the objective does.
@@ -103,6 +106,9 @@ KEYWORDS = {
     # Number the labels from 0 to 3, or give the model more outputs.
     "step(x, y + 4), of an objective": (lambda s: s(X, Y + 4), IndexError, [
         "apexfx: labels (batch[1]) has 4 at [0]|Target 4 is out of bounds", "objective(model, float32[6, 8], int64[6])"]),
+    # Bring the labels to the device of the model.
+    "step(x, y.to('meta')), of an objective": (lambda s: s(X, Y.to("meta")), RuntimeError, [
+        "apexfx: labels (batch[1]) is on meta, and the model on cpu: call .to('cpu'). "]),
     # Give the objective its labels.
     "step(x), of an objective": (lambda s: s(X), TypeError, ["objective()", "objective(model, float32[6, 8])",
                                                         "expected: step(...) with what"]),

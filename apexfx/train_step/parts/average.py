@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._torch import under_fully_shard
-from ...config import is_number
+from ...config import brief, is_number
 from ...optimizers.end_of_step import EndOfStep
 from ...optimizers.layout import WHOLE
 from .part import Part, Slot
@@ -44,8 +44,8 @@ class EMA(Part):
     def checked(cls, option: Any) -> EMA | None:
         """Return what `train_step` was given, if it is one, or None."""
         if option is not None and type(option) is not cls:
-            raise TypeError(f"apexfx: ema={option!r} was given, expected an apexfx.EMA, as apexfx.EMA(decay=0.999), or None; an "
-                            "average of your own is a part, parts=[...]")
+            raise TypeError(f"apexfx: ema={brief(option)} was given, expected an apexfx.EMA, as apexfx.EMA(decay=0.999), or "
+                            "None; an average of your own is a part, parts=[...]")
         return option
 
     def slots(self) -> Sequence[Slot]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._torch import tensor_version
 from ...compiler.cache import source_digest
-from ...config import HALVES
+from ...config import HALVES, brief
 from ...optimizers.end_of_step import EndOfStep
 from ...optimizers.update import kind_of
 from .part import PLACES, Part, Slot
@@ -100,7 +100,7 @@ def with_own(parts: Any, *others: Part | None) -> tuple[Part, ...]:
         TypeError, ValueError: one is none, or something of it would not be a constant of the graph.
     """
     if not isinstance(parts, (list, tuple)):
-        raise TypeError(f"apexfx: parts={parts!r} was given, expected a list of instances of apexfx.Part")
+        raise TypeError(f"apexfx: parts={brief(parts)} was given, expected a list of instances of apexfx.Part")
     return (*(part for part in others if part is not None), *map(_own, parts))
 
 
@@ -111,7 +111,7 @@ def _own(part: Any) -> Own:
         TypeError, ValueError: it is none, or something of it would not be a constant of the graph.
     """
     if not isinstance(part, Part):
-        raise TypeError(f"apexfx: parts=[...] was given {part!r}, expected an instance of a subclass of apexfx.Part")
+        raise TypeError(f"apexfx: parts=[...] was given {brief(part)}, expected an instance of a subclass of apexfx.Part")
     name = type(part).__name__
     fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     if others := sorted(vars(part).keys() - fields.keys()):
