@@ -534,6 +534,7 @@ class Equal(Energy):
         return jacrev(grad(f))
 
 
+@pytest.mark.long
 def test_a_hessian_under_vmap_is_refused_and_its_equal_runs():
     with pytest.raises(RuntimeError, match=r"(?s)forward \(jvp, jacfwd, hessian\).*jacrev\(grad\(f\)\) in that of hessian"):
         trained("step", Energy, squares, X)
