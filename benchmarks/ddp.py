@@ -2,10 +2,12 @@
 
     python benchmarks/ddp.py                  # eager executor against torch DDP
     python benchmarks/ddp.py --compile        # transform() and train_step() against torch DDP and torch.compile as well
+    python benchmarks/ddp.py --sync-bn        # the same two with synchronized batch norms, which torch has on a GPU alone
     python benchmarks/ddp.py --memory         # peak resident memory, one launch a variant
 
 A step is forward, backward with averaging, and SGD. Compiled variants leave out the broadcast of buffers in every forward, which
-is torch's default and not ours. Columns:
+is torch's default and not ours. With `--sync-bn` they are compared with torch DDP, op by op, around our eager batch norms.
+Columns:
 
     median_ms           of a step, of the slower rank, over `--steps` steps
     against             the variant of torch that this one is compared with, of compiled ones the faster
@@ -36,7 +38,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import apexfx
-from apexfx.parallel import DistributedDataParallel
+from apexfx.parallel import DistributedDataParallel, convert_syncbn_model
 from apexfx.tools.simulate.models import load
 
 
@@ -67,7 +69,7 @@ BASELINES = {  # ours -> what it is measured against: the fastest
 }
 
 
-def variants(model: nn.Module, compiled: bool) -> dict[str, Callable[[], Any]]:
+def variants(model: nn.Module, compiled: bool, sync_bn: bool) -> dict[str, Callable[[], Any]]:
     """Return what makes each variant: a model, or a step."""
     def fresh() -> nn.Module:
         return copy.deepcopy(model)
@@ -75,8 +77,12 @@ def variants(model: nn.Module, compiled: bool) -> dict[str, Callable[[], Any]]:
     def step() -> Any:
         own = fresh()
         return apexfx.train_step(own, lambda out: out.square().mean(), torch.optim.SGD(own.parameters(), 1e-3), opt_level="O0",
-                                 ddp=True)
+                                 ddp=True, sync_bn=sync_bn)
 
+    of_graphs = {"transform(ddp=True)": lambda: apexfx.transform(fresh(), opt_level="O0", ddp=True, sync_bn=sync_bn),
+                 "train_step(ddp=True)": step}
+    if sync_bn:
+        return {"torch DDP": lambda: TorchDDP(convert_syncbn_model(fresh()), broadcast_buffers=False), **of_graphs}
     made: dict[str, Callable[[], Any]] = {
         "torch DDP": lambda: TorchDDP(fresh()),
         "apexfx": lambda: DistributedDataParallel(fresh(), broadcast_buffers=True),
@@ -86,8 +92,7 @@ def variants(model: nn.Module, compiled: bool) -> dict[str, Callable[[], Any]]:
     if compiled:
         made["compile(DDP)"] = lambda: torch.compile(TorchDDP(fresh(), broadcast_buffers=False))
         made["DDP(compile)"] = lambda: TorchDDP(torch.compile(fresh()), broadcast_buffers=False)
-        made["transform(ddp=True)"] = lambda: apexfx.transform(fresh(), opt_level="O0", ddp=True)
-        made["train_step(ddp=True)"] = step
+        made |= of_graphs
     return made
 
 
@@ -110,7 +115,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     for name in given.models:
         torch.manual_seed(0)
         model, x = MODELS[name]()
-        steps = {label: stepper(make(), x) for label, make in variants(model, given.compile).items()}
+        steps = {label: stepper(make(), x) for label, make in variants(model, given.compile, given.sync_bn).items()}
         counters.clear()
         for label, step in steps.items():
             for _ in range(5):
@@ -122,11 +127,11 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def peak_mib(name: str, label: str, compiled: bool) -> float:
+def peak_mib(name: str, label: str, given: argparse.Namespace) -> float:
     """Return the peak of resident memory of one variant's training, as a rank of a group of its own."""
     torch.manual_seed(0)
     model, x = MODELS[name]()
-    step = stepper(variants(model, compiled)[label](), x)
+    step = stepper(variants(model, given.compile, given.sync_bn)[label](), x)
     for _ in range(10):
         step()
     return harness.resident("VmHWM") / 2**20  # of this program: the peak that getrusage reports outlives exec
@@ -135,8 +140,7 @@ def peak_mib(name: str, label: str, compiled: bool) -> float:
 def row(model: str, label: str, times: dict[str, list[float]]) -> dict[str, Any]:
     """Return the median of one variant, and its ratio to what it is measured against."""
     made: dict[str, Any] = {"model": model, "variant": label, "median_ms": 1e3 * statistics.median(times[label])}
-    bases = [base for base in BASELINES.get(label, ()) if base in times]
-    if bases:
+    if bases := [base for base in BASELINES.get(label, ()) if base in times] or [*_EAGER] * label.endswith("(ddp=True)"):
         base = min(bases, key=lambda base: statistics.median(times[base]))
         low, middle, high = harness.ratios(times[label], times[base])
         made |= {"against": base, "ratio": middle, "low": low, "high": high}
@@ -159,13 +163,14 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=1)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--sync-bn", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.memory:
         for name in given.models:
-            for label in variants(nn.Identity(), given.compile):
-                peak = harness.on_ranks(peak_mib, name, label, given.compile, num_ranks=given.ranks)
+            for label in variants(nn.Identity(), given.compile, given.sync_bn):
+                peak = harness.on_ranks(peak_mib, name, label, given, num_ranks=given.ranks)
                 print(f"{name:12} {label:20} peak {peak:.1f} MiB", flush=True)
         return
     launches = [harness.on_ranks(measure, given, num_ranks=given.ranks) for _ in range(given.launches)]
