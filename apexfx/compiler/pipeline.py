@@ -77,6 +77,8 @@ class Pipeline:
     def for_code(self, stage: str, gm: fx.GraphModule) -> list[PassReport]:
         """Run the passes of the stage "code" over the graph of a stage, last of all; return a row of each that changed it."""
         entries = [self._run_pass(pass_, stage, gm, None, "", order.rows(gm.graph))[0] for pass_ in self.stage("code")]
+        for entry in entries if (passes := self.stage(stage)) else ():
+            entry.code = entry.code.replace("\n", f"; after={passes[-1].name!r} prints what it calls inline\n", 1)
         return [entry for entry in entries if entry.matches]
 
     def rewrite(self, stage: str, gm: fx.GraphModule) -> None:

@@ -312,6 +312,7 @@ def test_a_profile_and_a_report_name_each_copy():
     rows = [match.detail for match in step.report.graphs[0].stages[-1].passes[-1].matches]
     assert rows == ["3 x 23 ops of {1..3}, backward, 6 in, 5 out", "4 x 10 ops of {0..3}, 5 in, 3 out"]
     text = step.print_readable(stage="step")
+    assert "; after='recompute' prints what it calls inline\n" in text
     assert all(f"layers_{layer} = torch.ops.higher_order.invoke_subgraph(" in text for layer in range(4))
     assert "class Layers(torch.nn.Module):  # 4 calls: layers_0 ... layers_3\n" in text
     times = step.report.profile(step, torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), num_steps=1).times
