@@ -138,13 +138,16 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _subgraph(repeat: Repeat, label: str) -> fx.Graph:
-    """Return the graph of the first copy; what it reads of the module of that name, "blocks.0", is named as it is there."""
+    """Return the graph of the first copy; what it reads of the module of that name, "blocks.0", is named as it is there, and what
+    else it reads by its op.
+    """
     copy, graph = repeat.copies[0], fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
-    for place, operand in enumerate(repeat.operands[0]):
+    for operand in repeat.operands[0]:
         name = str(_source(operand).meta.get(NAME))
         own = name.removeprefix(f"{label}.")
-        inside[operand] = graph.placeholder(f"in_{place}" if own in (name, "self") else _identifier(own))
+        op = re.sub(r"(?<=.)_\d+$", "", operand.name)
+        inside[operand] = graph.placeholder(op if own in (name, "self") else _identifier(own))
         inside[operand].target = inside[operand].name  # which is no keyword, and no other's
         set_value(inside[operand], value(operand))
     for node in copy:

@@ -240,8 +240,8 @@ def test_the_bits_are_the_same(program):
 
 
 @pytest.mark.parametrize("name, expected", [
-    ("w", "w"), ("norm.weight", "norm_weight"), ("0.weight", "layers_0_weight"), ("w and w", "w_and_w"), ("in_0", "in_1"),
-    ("lambda", "lambda_1"), ("torch", "torch_1"), ("self", "in_1")])
+    ("w", "w"), ("norm.weight", "norm_weight"), ("0.weight", "layers_0_weight"), ("w and w", "w_and_w"), ("arg0", "arg0_1"),
+    ("lambda", "lambda_1"), ("torch", "torch_1"), ("self", "arg1")])
 def test_what_a_layer_reads_is_named_as_in_it(name, expected):
     flat = graph_of(plain)
     x, *weights = flat.graph.find_nodes(op="placeholder")
@@ -249,7 +249,7 @@ def test_what_a_layer_reads_is_named_as_in_it(name, expected):
     for place, weight in enumerate(weights):
         weight.meta[NAME] = f"layers.{place}.{name}"
     gm, _ = outlined(flat)
-    assert [node.target for node in gm.layers.graph.find_nodes(op="placeholder")] == ["in_0", expected]
+    assert [node.target for node in gm.layers.graph.find_nodes(op="placeholder")] == ["arg0", expected]
     torch.testing.assert_close(gm(*inputs()), flat(*inputs()), rtol=0, atol=0)
 
 
