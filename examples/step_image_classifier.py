@@ -1,4 +1,5 @@
-"""Train a small convolutional network by whole-step graphs: gradients clipped, the schedule per step, resumed from a checkpoint.
+"""Train a small ResNet by whole-step graphs: float16, synchronized batch norm, data parallel, a cosine schedule, an average of
+the parameters that is evaluated, a checkpoint to go on from.
 
     python examples/step_image_classifier.py
     torchrun --standalone --nproc-per-node 2 examples/step_image_classifier.py
@@ -33,25 +34,36 @@ sampler = DistributedSampler(train_set, num_ranks, rank)
 loader = DataLoader(train_set, batch_size=64 // num_ranks, sampler=sampler, drop_last=True)
 test_images, test_labels = images[1400:].to(device), labels[1400:].to(device)
 
-torch.manual_seed(0)
-model = nn.Sequential(
-    nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
-    nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
-    nn.Flatten(), nn.Linear(64 * 4 * 4, 10),
-).to(device)
-optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, epochs=EPOCHS, steps_per_epoch=len(loader))
 
-# Forward, loss, backward, allreduce, clipping and update in one graph. The model stays the user's own, in float32; leave out
-# inner="eager" to have the graph compiled by Inductor.
-step = apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O1", dtype=torch.bfloat16, max_grad_norm=1.0, sync_bn=True,
-                         ddp=num_ranks > 1, inner="eager")
+class Block(nn.Module):
+    """(N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""
+
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.first, self.first_norm = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs)
+        self.second, self.second_norm = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride)
+
+    def forward(self, x):
+        h = F.relu(self.first_norm(self.first(x)))
+        return F.relu(self.second_norm(self.second(h)) + self.shortcut(x))
+
+
+torch.manual_seed(0)
+model = nn.Sequential(Block(1, 16, stride=1), Block(16, 32, stride=2), nn.Flatten(), nn.Linear(32 * 4 * 4, 10)).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
+
+# Forward, loss, backward, allreduce, loss scale, clipping, update and average in one graph. The model stays the user's own, in
+# float32; leave out inner="eager" to have the graph compiled by Inductor.
+step = apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O1", dtype=torch.float16, max_grad_norm=1.0, sync_bn=True,
+                         ddp=num_ranks > 1, ema=apexfx.EMA(decay=0.9), inner="eager")
 
 # Go on where an earlier run stopped.
 first_epoch = 0
 if os.path.exists(CHECKPOINT):
     saved = torch.load(CHECKPOINT, map_location=device)
-    step.load_state_dict(saved["step"])  # model, optimizer and, where there is one, the loss scale
+    step.load_state_dict(saved["step"])  # model, optimizer, loss scale and averages
     schedule.load_state_dict(saved["schedule"])
     first_epoch = saved["epoch"]
 
@@ -63,9 +75,9 @@ for epoch in range(first_epoch, EPOCHS):
         schedule.step()
 
     if rank == 0:
-        model.eval()
+        averaged = step.ema_model.eval()  # a copy of the model, with the averages; evaluate model itself where ema= is left out
         with torch.no_grad():
-            accuracy = (model(test_images).argmax(1) == test_labels).float().mean()
+            accuracy = (averaged(test_images).argmax(1) == test_labels).float().mean()
         print(f"epoch {epoch + 1}: loss {loss:.3f}, test accuracy {100 * accuracy:.1f} %")
         torch.save({"step": step.state_dict(), "schedule": schedule.state_dict(), "epoch": epoch + 1}, CHECKPOINT)
 

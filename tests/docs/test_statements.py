@@ -68,21 +68,27 @@ def test_bits_of_eager(name):
         torch.testing.assert_close(p, q, **({"rtol": 0, "atol": 0} if equal else {"rtol": 2e-6, "atol": 1e-6}))
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
-def test_old_log_probabilities_are_those_of_the_step_where_a_transformed_model_has_computed_them(level):
+@pytest.mark.parametrize(("dtype", "inner", "options"), [
+    (torch.float32, "eager", {"opt_level": "O0"}),
+    (torch.float32, "eager", {"opt_level": "O1"}),
+    (torch.bfloat16, "eager", {"opt_level": "O0", "skip": ("precision",)}),
+    pytest.param(torch.bfloat16, "inductor", {"opt_level": "O0", "skip": ("precision",)}, marks=pytest.mark.long),
+])
+def test_old_log_probabilities_are_those_of_the_step_where_a_transformed_model_has_computed_them(dtype, inner, options):
     torch.manual_seed(0)
-    model, x, y = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 4)), torch.randn(8, 6), torch.randint(4, (8, 1))
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(dtype)
+    x, y = torch.randn(8, 6, dtype=dtype), torch.randint(4, (8, 1))
 
     def log_probabilities(policy):
-        return policy(x).log_softmax(-1).gather(-1, y)
+        return policy(x).float().log_softmax(-1).gather(-1, y)
 
     def objective(policy, old):
         ratio = (log_probabilities(policy) - old).exp()
         return -ratio.mean(), (ratio - 1).abs().max()
 
-    options = {"opt_level": level, "inner": "eager"}
+    options = {**options, "inner": inner}
     step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), **options)
     with torch.no_grad():
         old, plain = log_probabilities(apexfx.transform(model, **options)), log_probabilities(model)
-    assert step(old)[1] == 0
-    assert (step(plain)[1] == 0) == (level == "O0")
+    assert step(old)[1] <= (0 if inner == "eager" else 1e-6)
+    assert (step(plain)[1] == 0) == (inner == "eager" and options["opt_level"] == "O0")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.test_train import train
+from tests.examples.test_train import run_program, train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -25,7 +24,7 @@ def _one_thread():
 
 def run_here(script, capsys):
     """Run a program in this process; return what it defined and what it printed."""
-    defined = runpy.run_path(str(EXAMPLES / script))
+    defined = run_program(EXAMPLES / script)
     return defined, capsys.readouterr().out.splitlines()
 
 
@@ -49,6 +48,7 @@ train_classifier = functools.partial(
 @pytest.mark.long
 def test_a_classifier_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch, capsys):
     whole = train_classifier(tmp_path / "whole", monkeypatch)
+    assert whole["step"]["scaler"]["loss_scale"] > 1 and len(whole["step"]["ema"]["averages"]) == 18
     assert number(capsys.readouterr().out.splitlines()[-1], "accuracy") > 90
     train_classifier(tmp_path / "stopped", monkeypatch, stop_after=1)
     resumed = train_classifier(tmp_path / "stopped", monkeypatch)
@@ -95,11 +95,28 @@ def test_each_step_of_the_gan_trains_its_own_half(capsys):
 
 
 @pytest.mark.long
-def test_grpo_raises_the_reward_and_leaves_the_reference(capsys):
+def test_grpo_raises_the_reward_and_leaves_the_reference(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     defined, printed = run_here("step_grpo.py", capsys)
-    assert number(printed[-1], "reward") > 0.9 and len(defined["step"].report.graphs) == 1
+    step, old_policy = defined["step"], defined["old_policy"]
+    assert number(printed[-1], "reward") > 0.9 and len(step.report.graphs) == 2 and len(old_policy.report.graphs) == 1
+    assert 3.8 < number(printed[-1], "length") < 4.2  # it has learned where to end
+    assert {state["step"].item() for state in step.optimizer.state.values()} == {80} and defined["schedule"].last_epoch == 80
     torch.manual_seed(0)
     torch.testing.assert_close(defined["reference"].state_dict(), defined["Policy"]().state_dict(), rtol=0, atol=0)
+    ids, mask = defined["sample"](old_policy, torch.randint(1, 8, (64, 3)))
+    with torch.no_grad():
+        old = defined["log_probs"](old_policy, ids)
+    assert not mask.all() and step(ids, mask, old, torch.randn(64, 1))[1]["ratio"] == 1
+
+
+@pytest.mark.long
+def test_grpo_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch):
+    train_policy = functools.partial(train, program=EXAMPLES / "step_grpo.py", checkpoint="step_grpo.pt")
+    whole = train_policy(tmp_path / "whole", monkeypatch)
+    train_policy(tmp_path / "stopped", monkeypatch, stop_after=10)
+    resumed = train_policy(tmp_path / "stopped", monkeypatch)
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
 @pytest.mark.long

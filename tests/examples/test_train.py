@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import runpy
 from pathlib import Path
 
@@ -11,24 +12,32 @@ import torch
 TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
 
 
+NUMBERS = itertools.count()
+
+
 class Stopped(Exception):
     pass
 
 
+def run_program(path):
+    """Run a program, under a name that no other has: Dynamo keeps the module of a function that it traces by its name."""
+    return runpy.run_path(str(path), run_name=f"program_{next(NUMBERS)}")
+
+
 def train(folder, monkeypatch, *, program=TRAIN, checkpoint="checkpoint.pt", stop_after=None):
-    """Run a program in `folder`, up to the epoch after which it is stopped; return its last checkpoint."""
+    """Run a program in `folder`, up to the epoch or round after which it is stopped; return its last checkpoint."""
     folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
     save = torch.save
 
     def save_and_stop(state, path):
         save(state, path)
-        if state["epoch"] == stop_after:
+        if state.get("epoch", state.get("round")) == stop_after:
             raise Stopped
 
     monkeypatch.setattr(torch, "save", save_and_stop)
     try:
-        runpy.run_path(str(program))
+        run_program(program)
     except Stopped:
         pass
     monkeypatch.undo()

@@ -84,6 +84,23 @@ class Reference:
             assert now.get_buffer(name) is not buffer
 
 
+def test_an_averaged_model_works_around_a_step_as_around_a_loop():
+    models = Net(), Net()
+    averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True) for model in models]
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
+    step = apexfx.train_step(models[0], objective=objective, optimizer=optimizers[0], opt_level="O0", inner="eager")
+    for number, batch in enumerate(batches(6), 1):
+        step(*batch)
+        optimizers[1].zero_grad()
+        objective(models[1], *batch).backward()
+        optimizers[1].step()
+        if number % 2 == 0:
+            for average, model in zip(averages, models):
+                average.update_parameters(model)
+    assert not torch.equal(averages[0].module.body[1].running_mean, models[0].body[1].running_mean)
+    torch.testing.assert_close(averages[0].state_dict(), averages[1].state_dict(), rtol=1e-6, atol=1e-6)
+
+
 def averages_of(step):
     return copy.deepcopy(step.state_dict()["ema"])
 
