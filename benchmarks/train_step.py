@@ -11,6 +11,7 @@ Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and 
 
     eager            model, loss, backward, clip_grad_norm_, torch's fused AdamW
     torch.compile    the same around torch.compile(model); over ranks, around torch DDP of it
+    compiled loss    the same, with model and loss compiled as one function; where `--variants` asks for it
     transform        apexfx.transform(model), over ranks with ddp=True, and FusedAdam, which clips by itself
     train_step       apexfx.train_step() with torch's AdamW
 
@@ -98,17 +99,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 SMALL = ("mlp", "cnn", "encoder")
 
 
-def by_hand(wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> Callable[..., Step]:
+def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, y: F.cross_entropy(model(x), y)
+
+
+def by_hand(make_loss: Callable[[nn.Module, dict[str, Any]], Callable[[Tensor, Tensor], Tensor]]) -> Callable[..., Step]:
     def make(model: nn.Module, options: dict[str, Any], clip: bool, calls: int) -> Step:
         optimizer, count = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), itertools.count(1)
         dtype = options.get("dtype", torch.float32)
-        wrapped = wrap(model, options["inner_options"])
+        compute = make_loss(model, options["inner_options"])
         scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
         half = torch.autocast("cpu", dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
         def step(x: Tensor, y: Tensor) -> None:
             with half:
-                loss = F.cross_entropy(wrapped(x), y)
+                loss = compute(x, y)
             scaler.scale(loss / calls).backward()
             if next(count) % calls:
                 return
@@ -160,8 +165,9 @@ def whole(model: nn.Module, options: dict[str, Any], clip: bool, calls: int) -> 
 
 
 VARIANTS: dict[str, Callable[..., Step]] = {
-    "eager": by_hand(lambda model, _: _over_ranks(model)),
-    PEER: by_hand(lambda model, inner_options: torch.compile(_over_ranks(model), options=inner_options)),
+    "eager": by_hand(lambda model, _: loss_of(_over_ranks(model))),
+    PEER: by_hand(lambda model, inner_options: loss_of(torch.compile(_over_ranks(model), options=inner_options))),
+    "compiled loss": by_hand(lambda model, inner_options: torch.compile(loss_of(_over_ranks(model)), options=inner_options)),
     "transform": transformed,
     "train_step": whole,
 }
@@ -281,7 +287,7 @@ def first_steps(name: str, variant: str, level: str, given: argparse.Namespace,
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(SMALL))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["eager", PEER, "transform", "train_step"])
     parser.add_argument("--levels", nargs="+", choices=("O0", "O1", "O2"), default=["O0"])
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--no-clip", action="store_true")
