@@ -106,9 +106,10 @@ def first_non_finite(graphs: CallGraphs, calls: Sequence[LastCall], *, scale_fac
         first_slice: of the global batch, which one the first of these calls computed; None where they computed none.
     """
     on_rank = f", on rank {rank()}" if num_ranks() > 1 else ""
+    written = [call for call in calls if call.batch_has_changed()]
     for place, call in enumerate(calls):
-        if call.batch_has_changed():
-            return "the batch was written since, so the op was not looked for", call
+        if call in written:
+            continue
         try:
             traced, inputs = graph_of(graphs, call, scale_factor=scale_factor)
             observer = NonFinite(traced.gm.graph)
@@ -118,6 +119,8 @@ def first_non_finite(graphs: CallGraphs, calls: Sequence[LastCall], *, scale_fac
             return f"the step could not be run op by op to find where: {bundle.error_text(error)}", call
         if (finding := observer.first()) is not None:
             return f"{finding}{f', in slice {first_slice + place}' if first_slice is not None else ''}{on_rank}", call
+    if written:
+        return "the batch was written since, so the op was not looked for", written[0]
     others = ["a call before, which accumulated its gradients"] if accumulates else []
     if num_ranks() > 1:
         others.append(f"rank {1 - rank()}" if num_ranks() == 2 else "another rank, whose event says more")
