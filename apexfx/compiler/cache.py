@@ -53,12 +53,12 @@ def pass_digest(pass_: Pass) -> str | None:
     A pass that does not override `options()` counts with its attributes: one forgotten would be a stale cache hit.
     The source of our own is in `package_digest`.
     """
-    options = pass_.options()
-    if type(pass_).options is Pass.options:
-        options = {name: option for name, option in vars(pass_).items() if name != "matches"}
+    options, package = pass_.options(), type(pass_).__module__.partition(".")[0]
+    is_own = package == __name__.partition(".")[0]
+    if type(pass_).options is Pass.options or not is_own and "options" not in vars(type(pass_)):
+        options = {**options, **{name: option for name, option in vars(pass_).items() if name != "matches"}}
     try:
-        package = type(pass_).__module__.partition(".")[0]
-        source = b"" if package == __name__.partition(".")[0] else _source(type(pass_), Pass).encode() + _package(package)
+        source = b"" if is_own else _source(type(pass_), Pass).encode() + _package(package)
         return hashlib.sha256(f"{type(pass_)} {json.dumps(options, sort_keys=True)}".encode() + source).hexdigest()
     except (OSError, TypeError):
         return None

@@ -111,11 +111,15 @@ class CastInserter:
         output = gm.graph.output_node()
         returned = Counter(memory for node in output.all_input_nodes for memory in storages(self.captured.get(node)))
         shared = {memory for memory, count in returned.items() if count > 1}
+        touched = written_storages(gm)
         new: dict[fx.Node, fx.Node] = {}
 
         def restored(node: fx.Node) -> fx.Node:
             if node not in new:
                 source = self._viewed(node) if storages(self.captured.get(node)) & shared else None
+                memory = [storages(value(each)) for each in (node, source) if each is not None]
+                if frozenset.intersection(*memory) == frozenset() != touched & frozenset.union(*memory):
+                    source = None  # a cast of the user's is a copy now, and one of the two is written
                 new[node] = cast(node) if source is None else self._view_again(node, source, restored(source), output)
             return new[node]
 

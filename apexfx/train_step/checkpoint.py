@@ -6,7 +6,7 @@ import copy
 import logging
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch import is_dtensor, tree_leaves, tree_map
 from ..graph.printing import first_names
@@ -70,7 +70,7 @@ def load(components: Components, state: dict[str, Any]) -> None:
     except BaseException as error:
         for name, holder in holders.items():
             holder.load_state_dict(before[name])
-        if 'Unexpected key(s) in state_dict: "module.' in str(error) and (of_ddp := _of_ddp(state)):
+        if 'Unexpected key(s) in state_dict: "module.' in str(error) and (of_ddp := _of_ddp(state, components.model)):
             error.args = (f"apexfx: {of_ddp}. {error}",)
         error.add_note("  apexfx: nothing of the step has changed")
         raise
@@ -94,7 +94,7 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
             cure = f"Give it what is in {held[0]!r}"
         else:
             cure = "Load what a loop has saved into the model and the optimizer themselves, which the step shares"
-            cure = "; ".join(filter(None, (cure, _of_ddp(given))))
+            cure = "; ".join(filter(None, (cure, _of_ddp(given, components.model))))
         missing = ", ".join(map(repr, sorted(_ALWAYS - given.keys())))
         raise ValueError(f"apexfx: load_state_dict() expected what state_dict() of a step returns. {cure}. Given was {kind}; "
                          f"{missing} missing")
@@ -129,11 +129,11 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
     return state
 
 
-def _of_ddp(state: dict[str, Any]) -> str:
-    """Return what to do about names of a model in DistributedDataParallel; "" where there are none."""
+def _of_ddp(state: dict[str, Any], model: nn.Module) -> str:
+    """Return what to do about names of a model in DistributedDataParallel; "" where there are none, or of `model` too."""
     of_ddp = [text for text, held in [("state", state), *((f"state[{name!r}]", held) for name, held in state.items())]
               if isinstance(held, dict) and held and all(str(key).startswith("module.") for key in held)]
-    return "" if not of_ddp else (
+    return "" if not of_ddp or "module" in dict(model.named_children()) else (
         f"the names in {of_ddp[0]} are those of a model under DDP or DataParallel: take 'module.' off by "
         f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present({of_ddp[0]}, 'module.')")
 

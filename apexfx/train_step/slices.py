@@ -75,7 +75,7 @@ class Slices:
         self.first = options.accumulate * group.rank() if group is not None else 0
         self.num_updates = 0
         self._waiting: list[tuple[int, list[Tensor]]] = []  # sums over 2**height slices, which wait for as many more
-        self._left: list[tuple[Tensor, int]] = []  # parameters and buffers, with their versions
+        self._left: list[tuple[str, Tensor, int]] = []
 
     def settings(self) -> dict[str, Any]:
         """Return what the bits depend on besides model, data and the other options: the same bits are promised where it is."""
@@ -103,21 +103,19 @@ class Slices:
 
     def leave(self, modules: Iterable[nn.Module]) -> None:
         """Note how a slice leaves parameters and buffers, for the next one of the update."""
-        self._left = [(each, tensor_version(each)) for module in modules
-                      for each in itertools.chain(module.parameters(), module.buffers()) if not each.is_inference()]
+        self._left = _tensors(modules)
 
     def check_left(self, modules: Iterable[nn.Module]) -> None:
         """Refuse a slice that does not begin with what the one before it has left.
 
         Raises:
-            RuntimeError: a parameter or buffer was written since.
+            RuntimeError: a parameter or buffer was written since, or another is in its place.
         """
-        if (written := next((each for each, version in self._left if tensor_version(each) != version), None)) is not None:
-            names = {id(each): name for module in modules
-                     for name, each in itertools.chain(module.named_parameters(), module.named_buffers())}
-            raise RuntimeError(f"apexfx: {names.get(id(written), 'a parameter')!r} was written between two slices of an update, "
-                               "which would then depend on how many of them a rank computes; compute all slices of an update by "
-                               "one step before another step, or anything else, writes what it reads")
+        for (_, left, before), (name, each, now) in zip(self._left, _tensors(modules)):
+            if each is not left or now != before:
+                raise RuntimeError(f"apexfx: {name!r} was written between two slices of an update, which would then depend on "
+                                   "how many of them a rank computes; compute all slices of an update by one step before "
+                                   "another step, or anything else, writes what it reads")
 
     @contextlib.contextmanager
     def random_numbers(self, call: int) -> Iterator[None]:
@@ -144,6 +142,12 @@ class Slices:
             height, summed = height + 1, into
         if not ends:
             self._waiting.append((height, [each.clone() for each in own] if summed is own else summed))
+
+
+def _tensors(modules: Iterable[nn.Module]) -> list[tuple[str, Tensor, int]]:
+    """Return parameters and buffers with their names and versions."""
+    return [(name, each, tensor_version(each)) for module in modules
+            for name, each in itertools.chain(module.named_parameters(), module.named_buffers()) if not each.is_inference()]
 
 
 def found_by_any(found: Sequence[Tensor], group: dist.ProcessGroup) -> list[bool]:

@@ -56,7 +56,7 @@ class Call:
                     and (elsewhere := self._elsewhere()):
                 error.args = (f"apexfx: {elsewhere}, and the model on {self._device}: call .to({str(self._device)!r}). "
                               f"{getattr(error, 'explained', error)}",)
-            if isinstance(error, TypeError) and (how_many := self._unpacked()):
+            if isinstance(error, TypeError) and "positional argument" in str(error) and (how_many := self._unpacked()):
                 error.args = (f"apexfx: step(batch) was called with one {how_many}, all inputs of the model: call step(*batch), "
                               f"which is step(inputs, *targets). {error}",)
             if error.args and str(error.args[0]).startswith("apexfx:"):

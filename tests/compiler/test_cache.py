@@ -90,6 +90,10 @@ class Forgetful(apexfx.Pass):
         self.factor = factor
 
 
+class Further(Mine):
+    power = 2
+
+
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_the_passes_of_a_step_bypass_no_cache(inner, monkeypatch):
     keys, uuid = [], cache.uuid
@@ -103,6 +107,9 @@ def test_the_passes_of_a_step_bypass_no_cache(inner, monkeypatch):
 def test_a_pass_that_forgets_options_counts_with_its_attributes():
     assert key(passes=[Forgetful(2.0)]) == key(passes=[Forgetful(2.0)]) != key(passes=[Forgetful(3.0)])
     assert key(passes=[Forgetful(object())]) is None  # nothing that a later process could compare
+    more = [Further(), Further()]
+    more[1].power = 3
+    assert key(passes=more[:1]) != key(passes=more[1:])
 
 
 def test_a_report_survives_the_round_trip(tmp_path, monkeypatch):

@@ -182,6 +182,23 @@ def test_rows_that_an_embedding_renormalizes_are_those_of_the_parameter(kind):
     assert torch.equal(model[0].weight, reference[0].weight)
 
 
+def test_a_cast_of_the_users_that_copies_in_half_is_returned_as_it_was_written():
+    class Scales(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            z = y.float()
+            z.mul_(2)
+            return z, z.reshape(-1)
+
+    torch.manual_seed(0)
+    model, x = Scales(4, 4), torch.randn(5, 4)
+    scaled, viewed = apexfx.transform(model, opt_level="O1", dtype=torch.bfloat16, inner="eager")(x)
+    assert_close(scaled, model(x)[0], dtype=torch.bfloat16, scale=2)
+    assert torch.equal(viewed, scaled.view(-1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x)[0], scaled)
+
+
 def test_a_copy_of_an_input_that_the_model_writes_and_returns_is_one():
     class Adds(nn.Linear):
         def forward(self, x):

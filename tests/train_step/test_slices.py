@@ -212,6 +212,15 @@ def test_the_slice_that_is_not_finite_is_named_and_recorded(tmp_path):
     assert same and "\nnot finite: nothing\n" in text and "event" not in text
 
 
+def test_a_slice_is_found_behind_those_whose_batch_was_written():
+    step, held = step_of(net(), safeguard=True), torch.empty(6, 5, dtype=torch.float64)
+    data = batches(SLICES)
+    data[-1][0][2, 1] = torch.inf
+    for x, y in data:
+        step(held.copy_(x), y)
+    assert step.events[-1].where.endswith(f"in slice {SLICES - 1}")
+
+
 def test_what_is_written_between_slices_is_refused():
     """A rank that computes fewer of them would have read it before."""
     step, data = step_of(net(nn.BatchNorm1d(4).double())), batches(SLICES)
@@ -222,6 +231,11 @@ def test_what_is_written_between_slices_is_refused():
     step.model(data[2][0])
     with pytest.raises(RuntimeError, match="'1.num_batches_tracked' was written between two slices of an update"):
         step(*data[2])
+    step = step_of(net(nn.BatchNorm1d(4).double()))
+    step(*data[0])
+    step.model[1].running_mean = torch.ones(4).double()  # another one
+    with pytest.raises(RuntimeError, match="'1.running_mean' was written between two slices"):
+        step(*data[1])
 
 
 def test_a_digest_is_of_every_bit_and_no_run():

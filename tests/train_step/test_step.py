@@ -470,6 +470,10 @@ def test_what_is_no_state_of_this_step_is_refused():
             step.load_state_dict({prefix + name: held for name, held in of_model.items()})
     with pytest.raises(ValueError, match=r"shares; the names in state\['net'\] are .*\(state\['net'\], 'module.'\)\. Given"):
         step.load_state_dict({"net": {f"module.{name}": held for name, held in of_model.items()}, "optimizer": {}, "epoch": 1})
+    wrapper = nn.ModuleDict({"module": net()})
+    of_wrapper = apexfx.train_step(wrapper, objective=lambda model, *_: 0.0, optimizer=SGD(wrapper.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"which the step shares\. Given was"):  # its own names
+        of_wrapper.load_state_dict({"net": wrapper.state_dict(), "epoch": 1})
     with pytest.raises(ValueError, match="scaler, of a loss scale: 'loss_scale' has the shape "):
         step.load_state_dict({**make().state_dict(), "scaler": {"loss_scale": torch.ones(3)}})
     before = copy.deepcopy(step.state_dict())

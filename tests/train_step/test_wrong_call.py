@@ -301,6 +301,13 @@ def test_a_batch_by_keyword_is_one_by_position(branches, accumulate):
         assert len(fresh.capture(x=X, labels=Y).graphs) == 1
 
 
+def test_another_mistake_with_several_inputs_is_not_taken_for_a_batch_in_one():
+    model = nn.Bilinear(8, 8, 4)
+    step = apexfx.train_step(model, lambda y: y.mean() + "1", SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    with pytest.raises(TypeError, match=r"^unsupported operand"):
+        step((X, X))
+
+
 def test_errors_of_the_users_own_classes_stay_what_they_are():
     class Stop(Exception):
         pass
