@@ -127,7 +127,8 @@ def _takes_any_strides(node: fx.Node) -> bool:
         return not isinstance(node.target, HigherOrderOperator)
     namespace, _, name = node.target.name().partition("::")
     reads = name.partition(".")[0] in _READ_STRIDES and node.target is not aten.view.default
-    return namespace in _NAMESPACES and not reads and not draws_random_numbers(node)
+    draws = namespace == "aten" and node.all_input_nodes and draws_random_numbers(node)  # Inductor's own go by the index
+    return namespace in _NAMESPACES and not reads and not draws
 
 
 def _strides(val: Any) -> list[tuple[str, ...]]:
