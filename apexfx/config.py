@@ -182,6 +182,8 @@ _ELSEWHERE = {name: said for names, said in {
         ": max_grad_norm= of train_step() clips; a loop calls torch.nn.utils.clip_grad_norm_().",
     ("grad_accum", "grad_accumulation", "gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches",
      "no_sync"): ": accumulate= of train_step() counts the calls of an update; a loop has no_sync() of the transformed model.",
+    ("replica_check_interval", "record_dir", "spike_factor", "max_consecutive_skips"):
+        ": an option of apexfx.Safeguard; give safeguard=apexfx.Safeguard(...) to train_step().",
     ("model_ema", "ema_decay", "use_ema"): ": ema=apexfx.EMA(decay) of train_step() averages the parameters.",
     ("scheduler", "lr_scheduler"): ": a schedule stays outside; call scheduler.step() behind an update (if step.updated:).",
     ("label_smoothing",): ": it is the loss function's; give nn.CrossEntropyLoss(label_smoothing=).",

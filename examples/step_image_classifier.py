@@ -75,7 +75,7 @@ for epoch in range(first_epoch, EPOCHS):
         schedule.step()
 
     if rank == 0:
-        averaged = step.ema_model.eval()  # a copy of the model, with the averages; evaluate model itself where ema= is left out
+        averaged = step.ema_model  # a copy of the model, with the averages, in eval mode; without ema= evaluate the model itself
         with torch.no_grad():
             accuracy = (averaged(test_images).argmax(1) == test_labels).float().mean()
         print(f"epoch {epoch + 1}: loss {loss:.3f}, test accuracy {100 * accuracy:.1f} %")

@@ -426,8 +426,9 @@ class TrainStep:
     def ema_model(self) -> nn.Module:
         """A new copy of the model, made now: averages in the place of the parameters (in their dtype), buffers as they are.
 
-        It is in the mode of the model. A parameter that no update was averaged of is the model's, and one that is not trained any
-        more stays what its average was. Parameters of the objective are not averaged. With `shard=` all ranks read it at once.
+        It is in eval mode, and no update changes it. A parameter that no update was averaged of is the model's, and one that is
+        not trained any more stays what its average was. Parameters of the objective are not averaged. With `shard=` all ranks
+        read it at once.
 
         Raises:
             RuntimeError: the step averages nothing, or a previous step failed after it had modified state.

@@ -71,9 +71,11 @@ class Call:
             if of_floats or dtypes and re.search(r"(?i)dtype|scalar type", str(error)):
                 what = f"what is {dtypes[0]}" if dtypes else "those that are floats"
                 error.add_note(f"  class labels and indices are int64 in torch: call .long() on {what}")
-            if "multi-target not supported" in str(error):
-                error.add_note("  class labels are one number for each example: call .squeeze(1) on those of shape [N, 1], "
-                               ".argmax(1) on one-hot rows")
+            of_labels = "multi-target not supported|Index tensor must have the same number of dim" \
+                if isinstance(self._objective, SupervisedObjective) else "multi-target not supported"
+            if re.search(of_labels, str(error)):
+                error.add_note("  class labels have one number for each example, or pixel: call .squeeze(1) on those of shape "
+                               "[N, 1] or [N, 1, H, W], .argmax(1) on one-hot rows")
             if isinstance(error, TypeError) and re.search("missing|nexpected keyword", str(error)) \
                     and (unknown := _not_taken(self._objective, self.named)):
                 error.args = (f"apexfx: objective takes no {unknown[0]!r}: {error}",)

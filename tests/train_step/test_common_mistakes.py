@@ -272,3 +272,11 @@ def test_sizes_that_change_have_no_names(call):
         call(step)
     assert "called: step(float32[" in raised.value.__notes__[-1]
     assert not re.search(r"\bs\d", str(raised.value)) and re.search(r"\b7\b", str(raised.value))
+
+
+def test_masks_with_a_dimension_of_channels_are_told_to_lose_it():
+    model = nn.Conv2d(3, 5, 1)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    with pytest.raises(RuntimeError) as raised:
+        step(torch.randn(2, 3, 4, 4), torch.randint(5, (2, 1, 4, 4)))
+    assert "call .squeeze(1) on those of shape [N, 1] or [N, 1, H, W]" in "\n".join(raised.value.__notes__)

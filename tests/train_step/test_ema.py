@@ -72,7 +72,7 @@ class Reference:
 
     def compare(self):
         model, now = self.step.model, self.step.ema_model
-        assert list(now.state_dict()) == list(model.state_dict()) and now.training is model.training
+        assert list(now.state_dict()) == list(model.state_dict()) and not now.training and model.training
         averages = self.step.state_dict()["ema"]["averages"]
         for name, p in self.averaged.module.named_parameters():
             torch.testing.assert_close(averages[name], p.detach(), rtol=1e-5, atol=1e-6)

@@ -86,7 +86,7 @@ def followed(averages: Sequence[Tensor], values: Sequence[Tensor], counts: Tenso
 
 @torch.no_grad()
 def averaged_model(model: nn.Module, slots: Slots) -> nn.Module:
-    """Return a copy of `model` whose parameters are their averages, where they have followed an update.
+    """Return a copy of `model`, in eval mode, whose parameters are their averages, where they have followed an update.
 
     Raises:
         RuntimeError: nothing is averaged.
@@ -104,7 +104,7 @@ def averaged_model(model: nn.Module, slots: Slots) -> nn.Module:
         if p in averages:
             copied[id(p)] = nn.Parameter(torch.where(counts[p] > 0, WHOLE.placed(averages[p], p), p).to(p.dtype), p.requires_grad)
     try:
-        return copy.deepcopy(model, copied)
+        return copy.deepcopy(model, copied).eval()
     except Exception as error:
         raise TypeError(f"apexfx: step.ema_model copies the model, which holds what cannot be copied ({error}); give its "
                         "class a __deepcopy__, or load step.state_dict()['ema']['averages'] into another model") from error
