@@ -274,6 +274,19 @@ def test_sizes_that_change_have_no_names(call):
     assert not re.search(r"\bs\d", str(raised.value)) and re.search(r"\b7\b", str(raised.value))
 
 
+@pytest.mark.parametrize("output", [lambda y: (y, y), lambda y: {"logits": y}])
+def test_a_loss_of_what_is_no_tensor_leads_to_an_objective(output):
+    class Several(nn.Linear):
+        def forward(self, x):
+            return output(super().forward(x))
+
+    model = Several(4, 3)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    with pytest.raises(TypeError) as raised:
+        step(torch.randn(5, 4), torch.randint(3, (5,)))
+    assert "objective=f, as f(model, x, y) = loss_fn(model(x)[0], y)" in "\n".join(raised.value.__notes__)
+
+
 def test_masks_with_a_dimension_of_channels_are_told_to_lose_it():
     model = nn.Conv2d(3, 5, 1)
     step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
