@@ -90,11 +90,8 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
         keys = sorted(map(repr, given))
         kind = first_names(keys) or empty if isinstance(state, dict) else type(state).__name__
         held = [name for name, each in given.items() if isinstance(each, dict) and each.keys() >= _ALWAYS]
-        if held:
-            cure = f"Give it what is in {held[0]!r}"
-        else:
-            cure = "Load what a loop has saved into the model and the optimizer themselves, which the step shares"
-            cure = "; ".join(filter(None, (cure, _of_ddp(given, components.model))))
+        of_loop = "Load what a loop has saved into the model and the optimizer themselves, which the step shares"
+        cure = f"Give it what is in {held[0]!r}" if held else "; ".join(filter(None, (of_loop, _of_ddp(given, components.model))))
         missing = ", ".join(map(repr, sorted(_ALWAYS - given.keys())))
         raise ValueError(f"apexfx: load_state_dict() expected what state_dict() of a step returns. {cure}. Given was {kind}; "
                          f"{missing} missing")

@@ -72,9 +72,9 @@ class Call:
                 what = f"what is {dtypes[0]}" if dtypes else "those that are floats"
                 error.add_note(f"  class labels and indices are int64 in torch: call .long() on {what}")
             is_supervised = isinstance(self._objective, SupervisedObjective)
-            if is_supervised and re.search("must be Tensor, not (tuple|list|.*dict|.*Output)", str(error)):
-                error.add_note("  the loss function gets what the model returns; where that is more than one tensor, give "
-                               "objective=f, as f(model, x, y) = loss_fn(model(x)[0], y)")
+            if is_supervised and re.search(r"must be Tensor, not (tuple|list|\w*dict|\w*Output)", str(error)):
+                error.add_note("  the loss function gets what the model returns, which is no tensor: give objective=f, as "
+                               "f(model, x, y) = loss_fn(model(x)[0], y), or of model(x)['logits']")
             of_labels = "multi-target not supported|Index tensor must have the same number of dim"
             if re.search(of_labels if is_supervised else "multi-target", str(error)):
                 error.add_note("  class labels have one number for each example, or pixel: call .squeeze(1) on those of shape "

@@ -156,7 +156,7 @@ def test_left_alone(run, shapes):
     assert not ChannelsLast()(gm).modified and format_graph(gm) == before
 
 
-def test_dropout_of_inductor_draws_by_the_index_and_keeps_nothing_back():
+def test_numbers_that_are_drawn_by_a_size_keep_nothing_back():
     def drops(x, w):
         y = convolution(x, w)
         kept = aten.gt.Scalar(aten.rand.default(list(y.shape), device="cpu", pin_memory=False), 0.5)

@@ -274,22 +274,29 @@ def test_sizes_that_change_have_no_names(call):
     assert not re.search(r"\bs\d", str(raised.value)) and re.search(r"\b7\b", str(raised.value))
 
 
-@pytest.mark.parametrize("output", [lambda y: (y, y), lambda y: {"logits": y}])
-def test_a_loss_of_what_is_no_tensor_leads_to_an_objective(output):
+@pytest.mark.parametrize(("output", "key"), [(lambda y: (y, y), 0), (lambda y: {"logits": y}, "logits")])
+def test_a_loss_of_what_is_no_tensor_leads_to_an_objective(output, key):
     class Several(nn.Linear):
         def forward(self, x):
             return output(super().forward(x))
 
-    model = Several(4, 3)
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    model, options = Several(4, 3), {"opt_level": "O0", "inner": "eager"}
+    optimizer, x, y = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(5, 4), torch.randint(3, (5,))
     with pytest.raises(TypeError) as raised:
-        step(torch.randn(5, 4), torch.randint(3, (5,)))
-    assert "objective=f, as f(model, x, y) = loss_fn(model(x)[0], y)" in "\n".join(raised.value.__notes__)
+        apexfx.train_step(model, F.cross_entropy, optimizer, **options)(x, y)
+    assert "loss_fn(model(x)[0], y), or of model(x)['logits']" in "\n".join(raised.value.__notes__)
+    expected = F.cross_entropy(model(x)[key], y)
+    step = apexfx.train_step(model, objective=lambda model, x, y: F.cross_entropy(model(x)[key], y), optimizer=optimizer,
+                             **options)
+    torch.testing.assert_close(step(x, y), expected.detach())
 
 
 def test_masks_with_a_dimension_of_channels_are_told_to_lose_it():
     model = nn.Conv2d(3, 5, 1)
     step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    x, masks = torch.randn(2, 3, 4, 4), torch.randint(5, (2, 1, 4, 4))
     with pytest.raises(RuntimeError) as raised:
-        step(torch.randn(2, 3, 4, 4), torch.randint(5, (2, 1, 4, 4)))
+        step(x, masks)
     assert "call .squeeze(1) on those of shape [N, 1] or [N, 1, H, W]" in "\n".join(raised.value.__notes__)
+    expected = F.cross_entropy(model(x), masks.squeeze(1))
+    torch.testing.assert_close(step(x, masks.squeeze(1)), expected.detach())
