@@ -64,7 +64,9 @@ class EndOfStep:
     A part does not multiply gradients by a factor that the ops of an update take in their own pass over them: it hands that on.
 
     Attributes:
-        params: what is trained.
+        params: what is trained; of a step of which each rank updates rows, these rows.
+        wholes: the parameters as they were given.
+        updated_whole: the places of those that are updated whole even there.
         grads: of each its gradient as the backward made it, or None where the loss does not depend on it.
         updated: what the update writes: parameters, or their masters.
         counted: the slots that count updates and have counted this one.
@@ -79,8 +81,9 @@ class EndOfStep:
     """
 
     def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], slots: dict[str, Any],
-                 count: Tensor | None = None, *, keeps_gradients: bool = False) -> None:
+                 count: Tensor | None = None, *, keeps_gradients: bool = False, updated_whole: Collection[int] = ()) -> None:
         self.params, self.grads, self._slots, self.count = list(params), list(grads), slots, count
+        self.wholes, self.updated_whole = list(params), updated_whole
         self.updated, self.counted = list(params), set()
         self.scale = self.inverse = self.clip = self.norm = self.present_norms = None
         self.keeps_gradients, self.replaced = keeps_gradients, False
@@ -206,7 +209,8 @@ def run_parts(plan: Plan, params: Sequence[Tensor], grads: Sequence[Tensor | Non
         ValueError: no parameter has a gradient.
     """
     present = present_of(grads)
-    end = EndOfStep(params, grads, named_slots(plan.slots, slots), count, keeps_gradients=plan.keeps_gradients)
+    end = EndOfStep(params, grads, named_slots(plan.slots, slots), count, keeps_gradients=plan.keeps_gradients,
+                    updated_whole=plan.whole)
     for part in plan.parts:
         part.apply(end)
     gradients = end.kept() if plan.keeps_gradients else []

@@ -18,19 +18,17 @@ _OF_RUN = ("num_ranks", "kept", "slices")  # what a checkpoint has besides
 def digest(state: Mapping[str, Any], others: Sequence[Tensor | None]) -> str:
     """Return the sha256 of a checkpoint, but for what it has of the run, and of other tensors.
 
-    Raises:
-        ValueError: a rank has rows of a tensor.
+    Where ranks have rows of tensors, all of them call it at once.
     """
     leaves = list(_leaves("", [{name: held for name, held in state.items() if name not in _OF_RUN}, *others]))
     tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
-    if rows := [path for path, leaf in tensors if is_dtensor(leaf)]:
-        raise ValueError(f"apexfx: digest() is of whole tensors, and each rank has its rows of {rows[0]}; compare "
-                         "state_dict(full=True)")
     lines = [f"{path} {leaf}" for path, leaf in leaves if not isinstance(leaf, Tensor)]
     for device in dict.fromkeys(leaf.device for _, leaf in tensors):
         here = [(path, leaf.detach()) for path, leaf in tensors if leaf.device == device]
-        lines += [f"{path} {leaf.dtype} {list(leaf.shape)} {number}"
-                  for (path, leaf), number in zip(here, checksum([leaf for _, leaf in here]).tolist())]
+        numbers = checksum([leaf for _, leaf in here if not is_dtensor(leaf)]).tolist()[::-1]
+        # What ranks share is gathered one tensor at a time.
+        lines += [f"{path} {leaf.dtype} {list(leaf.shape)} "
+                  f"{checksum([leaf.full_tensor()]).item() if is_dtensor(leaf) else numbers.pop()}" for path, leaf in here]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -132,7 +132,10 @@ class StepOptions:
             raise ValueError(f"apexfx: slices={slices!r} was given, expected a power of two: the slices of an update are added "
                              "up in pairs")
         others = {"sync_bn=True, whose batch norms need all slices at once": self.config.sync_bn,
-                  f"shard={self.shard!r}, of which the norm is not the same on any number of ranks": self.shard is not None,
+                  "shard='gradients', and slices add up whole gradients; shard='optimizer' is there": self.shard == "gradients",
+                  "shard= and max_grad_norm= beside a part in front of the clipping, whose norm the ranks would add up in an "
+                  "order of their own": self.shard is not None and self.max_grad_norm is not None
+                  and any(part.place == "before_clip" for part in self.parts),
                   "fallback='transform', and slices are of a step that is one graph": self.fallback is not None,
                   "dynamic=True, whose code depends on the sizes that a rank has seen first": bool(self.config.dynamic),
                   "inner_options= of an autotuner, by which each rank takes the kernels that it measures": any(

@@ -104,13 +104,15 @@ class TrainStep:
         if options.slices is not None and sharded is not None:
             raise ValueError("apexfx: slices= was given with a model under fully_shard(), whose gradients the ranks add up in an "
                              "order of their own; leave one of them out")
-        rows_over = groups.gradients if options.shard is not None else groups.shards
-        parts = in_order(options, loss_scaling, optimizers, rows_over and rows_over.group_name)
+        sharded_update = _sharded_update(options, groups, optimizers, trained)
+        shared = sharded_update if options.slices is not None else None
+        rows_over = groups.gradients if options.shard is not None and shared is None else groups.shards
+        parts = in_order(options, loss_scaling, optimizers, rows_over and rows_over.group_name, shared)
         slots = Slots([slot for part in parts for slot in part.slots()], trained[0])
         safeguard = None if options.safeguard is None else SafeguardLog(options.safeguard, slots[SKIPS], slots[STATE], slots[LOG])
         if sharded is not None:
             sharded.check(model, trained, optimizers, options)
-        if (sharded_update := _sharded_update(options, groups, optimizers, trained)) is not None:
+        if sharded_update is not None:
             slots.layout = optimizers.layout = sharded_update
         self._outside = check_optimizer(optimizers, trained, options, loss_scaling, report, casts_to,
                                         of_rows=sharded is not None or sharded_update is not None)
@@ -435,10 +437,8 @@ class TrainStep:
             TypeError: the model holds what cannot be copied, as one under `fully_shard`.
         """
         self._state.check_whole()
-        components = self._components
-        if components.sharded_update is not None and components.agreement is not None:
-            components.agreement.ensure("calls before step.ema_model, which gathers averages", [self._state.num_calls])
-        return averaged_model(self.model, components.slots)
+        self._agree_to_gather("ema_model")
+        return averaged_model(self.model, self._components.slots)
 
     def print_readable(self, *, stage: str = "step", after: str | None = None, graph: int = 0, print_output: bool = True) -> str:
         """Print and return a graph as Python: as captured, or after the pass named `after` (default: the last)."""
@@ -451,12 +451,12 @@ class TrainStep:
         """Return a sha256 of model, optimizer, averages, parts, loss scale, skips, and norm and mean loss of the last update.
 
         With `slices`, it is the same on any number of ranks. It goes by checksums of the tensors, made where they are: cheap
-        enough to log, though the host waits for the device.
+        enough to log, though the host waits for the device. Where ranks share tensors, all call it at once, and gather these.
 
         Raises:
-            ValueError: each rank has its rows of some.
-            RuntimeError: as `state_dict`.
+            RuntimeError, RankMismatchError: as `state_dict(full=True)`.
         """
+        self._agree_to_gather("digest()")
         return digest(self.state_dict(), [self._last.norm, self._state.mean.last])
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------------
@@ -484,14 +484,18 @@ class TrainStep:
             raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of {options.accumulate} calls that accumulate "
                                "gradients; save after the call that applies them" + (", or call flush() before"
                                                                                      if options.slices is None else ""))
-        components = self._components
-        if full and components.of_rows and components.agreement is not None:
-            components.agreement.ensure("calls before step.state_dict(full=True), which gathers", [self._state.num_calls])
+        if full:
+            self._agree_to_gather("state_dict(full=True)")
         if not self._state.num_calls:
             with self._state.all_or_nothing():
                 self._state.prepare()
-        state = checkpoint.save(components)
+        state = checkpoint.save(self._components)
         return checkpoint.whole(state) if full else state
+
+    def _agree_to_gather(self, what: str) -> None:
+        """Return when all ranks are about to gather what they share."""
+        if self._components.of_rows and self._components.agreement is not None:
+            self._components.agreement.ensure(f"calls before step.{what}, which gathers", [self._state.num_calls])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; gradients that were accumulated are dropped.

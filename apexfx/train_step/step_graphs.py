@@ -139,7 +139,8 @@ class StepGraphs:
                 of_all = zip([*gradients, *buffers, means], [*found, mean is not None])
                 sum_over_ranks([each for each, is_there in of_all if is_there], group)
         state.kept_buffers.add(buffers, changed, num_slices)
-        applied = self._run(self._updates, present, mean is not None)
+        with explained(group, "the update of rows") if self._components.sharded_update else contextlib.nullcontext():
+            applied = self._run(self._updates, present, mean is not None)
         return loss, rest, mean and means[0] / means[1], *applied
 
     def _run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:

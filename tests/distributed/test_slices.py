@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 from unittest import mock
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import apexfx
+from apexfx._torch import is_dtensor, tree_leaves
 from apexfx.compiler.buffers_put_back import KeptBuffers
 from apexfx.observe.replay import replay
 from apexfx.train_step import step_graphs
@@ -39,6 +39,24 @@ def same_bits(rank, world_size, names, **options):
         assert one == many and len(set(one)) == len(one), (name, one, many)
 
 
+@table(1, "world_size, names", [(2, ["convolution", "mean", "muon"]), (4, [*PROGRAMS])])
+def test_so_has_an_update_that_ranks_share(world_size, names):
+    run_ranks(same_bits_shared, world_size, names)
+
+
+def same_bits_shared(rank, world_size, names, **options):
+    for name in names:
+        level = {"opt_level": "O2"} if name == "muon" else {}  # with shard= there is no O3
+        one = train(make(name, **level, **options), name, range(3))
+        step = make(name, ddp=True, shard="optimizer", **level, **options)
+        many = train(step, name, range(3), rank, world_size)
+        assert one == many and len(set(one)) == len(one), (name, one, many)
+        of_rows = [held for held in tree_leaves(step.state_dict()) if is_dtensor(held)]
+        assert sum(held.to_local().numel() for held in of_rows) < sum(held.numel() for held in of_rows)
+        updates = [step.report.code(stage="step", graph=graph.index) for graph in step.report.graphs if graph.mode == "update"]
+        assert all("all_gather" in code and "all_reduce" not in code for code in updates) and updates  # norms are of wholes
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_eight_ranks_have_them_for_fifty_updates(name):
@@ -60,6 +78,7 @@ def test_so_has_compiled_code(name):
 
 def same_bits_compiled(rank, world_size, name):
     same_bits(rank, world_size, [name], inner="inductor")
+    same_bits_shared(rank, world_size, [name], inner="inductor")
 
 
 @on_ranks(2)
@@ -98,21 +117,22 @@ def records(rank, world_size, folder):
     step(*batch("safe", 2, 0))  # which writes the bundle
 
 
-@table(1, "name", ["convolution", "mean"])
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(name):
-    run_ranks(goes_on, 2, name)
+@table(2, "name, shard", [("convolution", None), ("mean", None), ("convolution", "optimizer")])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(name, shard, tmp_path):
+    run_ranks(goes_on, 2, name, shard, str(tmp_path))
 
 
-def goes_on(rank, world_size, name):
+def goes_on(rank, world_size, name, shard, folder):
     one = train(make(name), name, range(4))
-    first = make(name, ddp=True)
+    first = make(name, ddp=True, shard=shard)
     train(first, name, range(2), rank, world_size)
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
+    if (state := first.state_dict(full=True)) and rank == 0:
+        torch.save(state, f"{folder}/state")
+    dist.barrier()
     alone = make(name)  # 2 -> 1
-    alone.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    alone.load_state_dict(torch.load(f"{folder}/state"))
     assert train(alone, name, [2]) == one[2:3]
-    again = make(name, ddp=True)  # 1 -> 2
+    again = make(name, ddp=True, shard=shard)  # 1 -> 2
     again.load_state_dict(alone.state_dict())
     assert train(again, name, [3], rank, world_size) == one[3:]
 

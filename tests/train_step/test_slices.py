@@ -17,6 +17,7 @@ from torch import nn
 import apexfx
 from apexfx._torch import fake_process_group
 from apexfx.observe.replay import replay
+from tests.own_parts import AdaptiveClip
 from tests.tables import table
 from tests.train_step.sliced_programs import SLICES, make, train
 
@@ -163,7 +164,9 @@ def test_a_forward_that_would_not_be_a_slice_is_refused(what, message):
 @table(4, "options, message", [
     ({"slices": 6}, "expected a power of two"), ({"slices": True}, "expected a power of two"),
     ({"accumulate": 2}, "accumulate=2 was given with slices="), ({"fallback": "transform"}, "slices= was given with fallback="),
-    ({"sync_bn": True}, "sync_bn=True, whose batch norms need all slices"), ({"shard": "optimizer"}, "was given with shard="),
+    ({"sync_bn": True}, "sync_bn=True, whose batch norms need all slices"),
+    ({"shard": "gradients"}, "with shard='gradients', and slices add up whole gradients; shard='optimizer' is there"),
+    ({"shard": "optimizer", "max_grad_norm": 1.0, "parts": [AdaptiveClip()]}, "shard= and max_grad_norm= beside a part in front"),
     ({"ddp": apexfx.BucketConfig(gradient_average=False)}, "a BucketConfig of other sums"),
     ({"dynamic": True}, "whose code depends on the sizes"),
     ({"inner": "inductor", "inner_options": {"max_autotune": True}}, "by which each rank takes the kernels that it measures"),
