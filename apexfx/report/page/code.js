@@ -5,7 +5,7 @@ const TOKENS = /(#.*$)|("[^"]*"|'[^']*')|((?<![.\w])torch\.[\w.]+)|((?<![.\w])[A
 const WORDS = /(?<![.\w"'])[A-Za-z_]\w*(?!\w*\s=)/g;
 
 /**
- * Return {lines, of, nodes}: the node of each line; nodes by name, in order, each with its op, type, line, module, what it reads and
+ * Return {lines, of, scopes, nodes}: the node of each line, and what the names in it begin with in `nodes`: nodes by name, in order, each with its op, type, line, module, what it reads and
  * who reads it. `isAfter`: of no module, and behind the backward of one, as the update of a training step is.
  */
 function parse(stage, index) {
@@ -13,7 +13,7 @@ function parse(stage, index) {
   return stage.parsed[index] ??= parseLines(stage, stage.codes[index][1].map(textOf));
 }
 function parseLines(stage, lines) {
-  const nodes = new Map(), of = new Array(lines.length), bodies = {}, members = new Map();
+  const nodes = new Map(), of = new Array(lines.length), scopes = [], bodies = {}, members = new Map();
   for (const [key, backward] of [["modules", false], ["backward_of", true]])
     for (const [path, names] of stage[key]) for (const name of names) members.set(textOf(name), [path, backward]);
   const flops = new Map(stage.flops.map(([name, n]) => [textOf(name), n]));
@@ -27,6 +27,7 @@ function parseLines(stage, lines) {
     const body = line.match(/^\s*self\.([\w.]+) = .*self\.(\w+)\(\)\)/), scope = line.match(/^\s*class (\w+)\(/);
     if (body) bodies[body[2]] = body[1];
     if (scope) prefix = scope[1] in bodies ? bodies[scope[1]] + "." : "";
+    scopes.push(prefix);
     if (/^\s*#/.test(line)) source = line.replace(/^\s*# (File: )?/, "");
     if (/^\s*def forward\(/.test(line)) { inputs = true; source = ""; }
     if (inputs) {
@@ -45,7 +46,7 @@ function parseLines(stage, lines) {
     for (const read of reads) nodes.get(read).readers.push(prefix + own);
   });
   setLayers([...nodes.values()]);
-  return { lines, of, nodes };
+  return { lines, of, scopes, nodes };
 }
 function opOf(expression) {
   const called = expression.match(/^([\w.]+)\(/);
@@ -68,8 +69,8 @@ function setLayers(nodes) {
   }
 }
 
-/** Return a line as coloured elements; names of nodes open the inspector. */
-function paint(line, stage, index) {
+/** Return a line as coloured elements; names of nodes open the inspector. `scope`: of the line, as `parse` has it. */
+function paint(line, scope, stage, index) {
   const parts = [], shown = line.length > LONGEST ? line.slice(0, LONGEST) : line;
   let end = 0;
   for (const m of shown.matchAll(TOKENS)) {
@@ -79,7 +80,7 @@ function paint(line, stage, index) {
     if (m[1]) parts.push(el("span", { class: "comment" }, m[1]));
     else if (m[2]) parts.push(el("span", { class: dtype ? dtypeClass(dtype[1]) : "string" }, m[2]));
     else if (m[3]) parts.push(el("span", { class: m[3].includes("_c10d") ? "comm" : "op" }, m[3]));
-    else if (parse(stage, index).nodes.has(m[4])) parts.push(el("span", { class: "name", "data-node": m[4] }, m[4]));
+    else if (parse(stage, index).nodes.has(scope + m[4])) parts.push(el("span", { class: "name", "data-node": scope + m[4] }, m[4]));
     else parts.push(m[4]);
   }
   parts.push(shown.slice(end), line.length > LONGEST ? el("span", { class: "comment" }, ` ... and ${counted(line.length - LONGEST, "more character")}`) : "");
@@ -116,7 +117,7 @@ const longest = lines => lines.reduce((most, line) => Math.max(most, line.length
 
 /** A whole graph, layers folded. `focus`: the name of a node to show. */
 function codeView(graph, stage, index, focus) {
-  const { lines, of, nodes } = parse(stage, index), open = new Set(), runs = [];
+  const { lines, of, scopes, nodes } = parse(stage, index), open = new Set(), runs = [];
   lines.forEach((line, i) => { // lines of one layer that follow each other; comments belong to the line below them
     let j = i;
     while (j < lines.length - 1 && !of[j] && /^\s*#/.test(lines[j])) j++;
@@ -133,7 +134,7 @@ function codeView(graph, stage, index, focus) {
   const list = lineList(row => row.fold === undefined ? codeLine(row.line) : foldLine(row.fold));
   const codeLine = i => {
     const node = of[i], style = node ? { borderLeftColor: nodeColour(stage, node) } : {};
-    return el("div", { class: `line ${i === at ? "at" : ""}`, style }, numberCell(node && nodeNumber(stage, node)), paint(lines[i], stage, index));
+    return el("div", { class: `line ${i === at ? "at" : ""}`, style }, numberCell(node && nodeNumber(stage, node)), paint(lines[i], scopes[i], stage, index));
   };
   const numberCell = text => isMeasured() ? el("span", { class: "measured" }, text) : "";
   const foldLine = i => {
@@ -162,8 +163,8 @@ function codeView(graph, stage, index, focus) {
 /** Two texts side by side, scrolled together; equal stretches collapsed. */
 function diffView(graph, stage, before, after, edits) {
   const statements = index => {
-    const { lines, of } = parse(stage, index), start = Math.max(0, lines.findIndex(line => line.startsWith("class ")));
-    return lines.map((line, i) => ({ line: line.replace(/\b([0-9a-f]{7})[0-9a-f]{33}\b/g, "$1"), node: of[i] })).slice(start).filter(row => !/^\s*#/.test(row.line));
+    const { lines, of, scopes } = parse(stage, index), start = Math.max(0, lines.findIndex(line => line.startsWith("class ")));
+    return lines.map((line, i) => ({ line: line.replace(/\b([0-9a-f]{7})[0-9a-f]{33}\b/g, "$1"), node: of[i], scope: scopes[i] })).slice(start).filter(row => !/^\s*#/.test(row.line));
   };
   const [left, right] = [statements(before), statements(after)], CONTEXT = 3, rows = [];
   let [a, b] = [0, 0];
@@ -186,7 +187,7 @@ function diffView(graph, stage, before, after, edits) {
     const style = own && own.node && isMeasured() ? { borderLeftColor: nodeColour(stage, own.node) } : {};
     const cast = own && own.node && castOf(graph, stage, own.node), kind = !own ? "empty" : row.kind && mark;
     const marked = own && own.line.includes("_c10d_functional.") ? "collective" : cast ? "cast" : "";
-    return el("div", { class: `line ${kind} ${marked}`, style, title: cast ? castText(cast) : undefined }, own ? paint(own.line, stage, index) : "");
+    return el("div", { class: `line ${kind} ${marked}`, style, title: cast ? castText(cast) : undefined }, own ? paint(own.line, own.scope, stage, index) : "");
   });
   const panes = [pane("left", before, "removed"), pane("right", after, "added")];
   const widest = longest([...left, ...right].map(row => row.line)), show = () => panes.forEach(list => list.show(rows, widest));
