@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import on_ranks
-from tests.world import public  # noqa: F401
-from tests.world.script import STEPS, Run
+import apexfx
+from tests.distributed.launch import on_ranks, run_ranks
+from tests.world import generative, language, others, public, vision  # noqa: F401
+from tests.world.script import PROGRAMS, STEPS, Run
 
 
 def averaged(parameter):
@@ -41,3 +42,37 @@ def test_a_program_trains_on_ranks_as_a_loop_that_averages(rank, world_size):
         expected, expected_moved = train(name, "eager", rank)
         assert losses == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(moved, expected_moved, rtol=1e-4, atol=1e-6)
+
+
+def digests(name, places, **options):
+    """Train a program by four slices an update, of which this rank computes those at `places`; return a digest of each update."""
+    torch.manual_seed(0)
+    script, found = PROGRAMS[name].build(), []
+    [update] = script.updates
+    step = apexfx.train_step(script.model, objective=update.in_a_step or update.objective, optimizer=update.optimizer,
+                             max_grad_norm=update.clip, opt_level="O0", inner="eager", slices=4, **options)
+    for number in range(STEPS):
+        for place in places:
+            torch.manual_seed(1000 * number + place)
+            batch = script.batch(4 * number + place, None)
+            step(**batch) if isinstance(batch, dict) else step(*batch)
+        found.append(step.digest())
+    return found
+
+
+SLICED = ("attention_with_masks", "checkpointed_decoder", "diffusion", "graph_network",
+          "lora_with_adapters", "masked_autoencoder", "mixture_of_experts_by_rows", "mixture_of_experts_by_weights", "point_clouds",
+          "radiance_field", "rope_by_halves", "segmentation_by_u_net", "selective_state_space", "tags_of_a_sentence", "word_lstm")
+
+
+@pytest.mark.long
+def test_slices_have_the_bits_of_one_process():
+    run_ranks(same_bits, 2, timeout=900)
+
+
+def same_bits(rank, world_size):
+    for name in SLICED:
+        one = digests(name, range(4))
+        for shard in (None, "optimizer"):
+            many = digests(name, range(2 * rank, 2 * rank + 2), ddp=True, shard=shard)
+            assert one == many and len(set(one)) == len(one), (name, shard)
