@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from .._torch import TorchDispatchMode, custom_op_function, is_without_derivative, tree_flatten, tree_leaves, tree_map
 from ..graph.mutation import written
+from ..graph.order import draws_random_numbers
 from .interpreter import evaluate
 
 _NARROW = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -99,8 +100,7 @@ class Reference:
         inputs = _Values(None, None, max((s.error for s in sources), default=0.0), any(s.lost for s in sources))
         call: Call = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n].got)
         wide_call: Call = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n].wide)
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if is_random and node.target not in DROPOUTS or "empty" in str(node.target):
+        if draws_random_numbers(node) and node.target not in DROPOUTS or "empty" in str(node.target):
             return _Values(got, tree_map(lambda x: self._lift(x).detach() if isinstance(x, Tensor) else x, got))
         with torch.enable_grad():
             wide, measured = self._wide(node, wide_call, call, got)

@@ -184,6 +184,34 @@ def test_a_straight_through_estimator_is_no_fault():
     assert "no op stands out" in apexfx.compare(Net("rounded"), X).verdict
 
 
+class Attention(nn.Module):
+    """Fused attention whose keys have lost most of their digits, in an op before it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 4)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).view(2, 8, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        narrow = (key + 300).bfloat16()  # keys
+        key = narrow.float() - 300
+        return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+def test_an_error_goes_through_attention():
+    comparison = apexfx.compare(Attention(), X)
+    assert comparison.errors["output 0"] > 0.1 and f"({line_of('keys')})" in comparison.verdict, comparison
+    [row] = [row for row in comparison if "attention" in row.op and row.phase == "forward"]
+    assert 0 < row.introduced < 1e-6 and row.inherited > 0.05, comparison
+
+
+def test_the_error_of_attention_itself_is_measured():
+    comparison = apexfx.compare(apexfx.transform(Attention(), dtype=torch.bfloat16, inner="eager"), X)
+    [row] = [row for row in comparison if "attention" in row.op and row.phase == "forward"]
+    assert row.introduced > 1e-4, comparison
+
+
 def test_a_step_is_compared_by_its_own_loss():
     model = Net("overflow")
     step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), dtype=torch.float16, inner="eager")
