@@ -212,6 +212,15 @@ def test_the_error_of_attention_itself_is_measured():
     assert row.introduced > 1e-4, comparison
 
 
+def test_bits_that_are_seen_as_another_dtype_are_those_of_the_run():
+    def forward(model, x):
+        bits = model.a(x).bfloat16().detach().view(torch.int16) & -16  # three bits of each mantissa
+        return model.b(bits.view(torch.bfloat16).float())
+
+    comparison = apexfx.compare(Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)), X[..., :8])
+    assert 0 < comparison.errors["output 0"] < 1e-5, comparison
+
+
 def test_a_step_is_compared_by_its_own_loss():
     model = Net("overflow")
     step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), dtype=torch.float16, inner="eager")
