@@ -27,6 +27,16 @@ rounded.register_fake(torch.empty_like)
 rounded.register_autograd(lambda ctx, grad: grad)  # straight through
 
 
+@torch.library.custom_op("apexfx_tests::of_float32", mutates_args=())
+def of_float32(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        raise NotImplementedError
+    return x * 2
+
+
+of_float32.register_fake(torch.empty_like)
+
+
 class Net(nn.Module):
     def __init__(self, what=""):
         super().__init__()
@@ -210,6 +220,18 @@ def test_the_error_of_attention_itself_is_measured():
     comparison = apexfx.compare(apexfx.transform(Attention(), dtype=torch.bfloat16, inner="eager"), X)
     [row] = [row for row in comparison if "attention" in row.op and row.phase == "forward"]
     assert row.introduced > 1e-4, comparison
+
+
+def test_random_numbers_are_those_of_the_run():
+    comparison = apexfx.compare(Model(lambda model, x: model.a(x) + torch.rand_like(x), a=nn.Linear(8, 8)), X[..., :8])
+    assert 0 < comparison.errors["output 0"] < 1e-6, comparison
+
+
+def test_an_op_without_a_kernel_in_float64_hands_errors_on():
+    model = Model(lambda model, x: of_float32((model.a(x) + 300).bfloat16().float() - 300), a=nn.Linear(8, 8)).eval()
+    comparison = apexfx.compare(model, X[..., :8])
+    assert any("of_float32.default cannot run in float64" in note for note in comparison.notes), comparison
+    assert comparison.errors["output 0"] > 0.1, comparison
 
 
 def test_bits_that_are_seen_as_another_dtype_are_those_of_the_run():
