@@ -1,4 +1,4 @@
-"""Ops in a wide dtype, where no graph of the CPU shows them."""
+"""What is evaluated in a wide dtype, or on one rank alone, where no graph of the CPU shows it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx
 
+from apexfx.observe.beside_float64 import BesideFloat64
 from apexfx.observe.wide_ops import WideOps
 
 
@@ -23,3 +24,11 @@ def test_nothing_narrows(op, args, function):
     x = torch.randn(3, 4, dtype=torch.float64)
     result = WideOps(torch.float64).evaluate(fx.Graph().call_function(op), None, (x, *args), {})
     torch.testing.assert_close(result, function(x), rtol=0, atol=0)
+
+
+def test_what_one_rank_cannot_compute_is_refused_before_anything_runs():
+    graph = fx.Graph()
+    gather = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+    graph.output(graph.call_function(gather, ([graph.placeholder("x")], 2, "a group")))
+    with pytest.raises(ValueError, match="coalesced.* communicates, and cannot be computed on one rank alone"):
+        BesideFloat64(fx.GraphModule({}, graph))
