@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ._torch import tensor_version, tree_leaves, tree_map
+from .buckets.bucket import dtype_name
 from .compiler.forward_errors import frames_of_user, place
 from .config import HALVES
 from .graph.printing import count_text, first_names
@@ -229,10 +230,10 @@ class _Sides:
         ours = config.half_dtype(p.device for p in params) if config.level.casts and not as_written else None
         if ours == theirs and (config.opt_level == "O1" if theirs else not halves):
             return ""
-        computes = "the dtypes of its parameters" if as_written else _name_of(ours or torch.float32)
+        computes = "the dtypes of its parameters" if as_written else dtype_name(ours or torch.float32)
         computes += " and float32" if halves and ours else ""
-        of_loop = f"of {_name_of(theirs)}" if theirs else "off"
-        of_loop += f", with parameters of {', '.join(sorted(map(_name_of, dtypes)))}" if halves else ""
+        of_loop = f"of {dtype_name(theirs)}" if theirs else "off"
+        of_loop += f", with parameters of {', '.join(sorted(map(dtype_name, dtypes)))}" if halves else ""
         cure = f"opt_level='O1', dtype={theirs}" if theirs else "opt_level='O0'" + ", skip=('precision',)" * halves
         return f"the step computes in {computes} ({config.opt_level}), the loop's autocast was {of_loop}; {cure} is that loop"
 
@@ -571,10 +572,6 @@ def _options(model: nn.Module, optimizers: Any) -> dict[str, dict[str, Any]]:
     names = {id(p): name for name, p in model.named_parameters()}
     return {names[id(p)]: {"class": type(each).__name__, **{k: v for k, v in group.items() if k not in _HOW_ALONE}}
             for each in _list(optimizers) for group in each.param_groups for p in group["params"] if id(p) in names}
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _number(option: Any) -> Any:

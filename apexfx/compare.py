@@ -22,6 +22,7 @@ from .compiler.transformed import get_compiled
 from .config import TransformConfig
 from .graph.nodes import module_path, op_name, value
 from .observe.bundle import exact_copy
+from .observe.code_errors import real_parts
 from .observe.interpreter import Interpreter
 from .observe.non_finite import NonFinite
 from .observe.numerics_report import NumericsReport, ops_of, rows_of
@@ -223,9 +224,8 @@ class _WeightedOutputs:
 
     def __call__(self, model: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, list[Any]]:
         outputs = [x for x in tree_leaves(model(*inputs, **named)) if isinstance(x, Tensor)]
-        parts = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in outputs]
         sums = [(x.float() * torch.arange(x.numel(), device=x.device).cos().reshape(x.shape)).sum()
-                for x in parts if x.is_floating_point()]
+                for x in map(real_parts, outputs) if x.is_floating_point()]
         return sum(sums) if self._anchor is None else self._anchor * 1, outputs
 
 

@@ -210,13 +210,9 @@ def mended(gm: fx.GraphModule) -> Iterator[None]:
     Raises:
         ValueError: it is one that they cannot.
     """
-    with _traceable_rnn(gm), _keep_scalar_writes(gm), tensorify_clamps(), refuse_checkpoints_of(_draws):
+    with _traceable_rnn(gm), _keep_scalar_writes(gm), tensorify_clamps(), refuse_checkpoints_of(draws_random_numbers):
         yield
     forget_specialized_floats()  # not behind an error: Dynamo may be about to capture again with what it has specialized
-
-
-def _draws(node: fx.Node) -> bool:
-    return draws_random_numbers(node) and argument(node, "dropout_p") != 0  # attention may drop nothing out
 
 
 def _keep_scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:

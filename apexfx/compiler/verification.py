@@ -18,6 +18,7 @@ from ..errors import PassError
 from ..graph.inputs import apply_node
 from ..graph.mutation import written
 from ..graph.nodes import graphs, size_hint
+from ..observe.code_errors import real_parts
 from ..observe.interpreter import Interpreter
 from ..testing import tolerance
 
@@ -155,7 +156,8 @@ def _agree(gradients: Sequence[Any], expected: Sequence[Any], numeric: str) -> b
         return False
     if not any(present):
         return True
-    a, e = (torch.cat([_real(g.to_dense()).double().flatten() for g in some if g is not None]) for some in (gradients, expected))
+    a, e = (torch.cat([real_parts(g.to_dense()).double().flatten() for g in some if g is not None])
+            for some in (gradients, expected))
     scaled_too_far = not (a.isfinite().all() and e.isfinite().all())  # in float16, where the step is skipped
     return scaled_too_far or _within(a, e, numeric)
 
@@ -199,15 +201,10 @@ def _within(a: Any, e: Any, numeric: str) -> bool:
     if not isinstance(a, Tensor) or not isinstance(e, Tensor):
         return type(a) is type(e)
     if a.is_complex() and e.is_complex():
-        return a.dtype == e.dtype and _within(_real(a), _real(e), numeric)
+        return a.dtype == e.dtype and _within(real_parts(a), real_parts(e), numeric)
     if not a.dtype.is_floating_point or numeric == "bitwise":
         return a.dtype == e.dtype and torch.equal(a.nan_to_num(), e.nan_to_num()) if a.is_floating_point() \
             else a.dtype == e.dtype and torch.equal(a, e)
     lowest = torch.bfloat16 if numeric == "changes_dtype" else torch.float32
     # A graph is some tens of ops deep and the 2-norm averages their roundings: ten times one op's tolerance.
     return _distance(a, e) <= 10 * tolerance(lowest)["rtol"]
-
-
-def _real(x: Tensor) -> Tensor:
-    """Return the parts of complex numbers; anything else as it is."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

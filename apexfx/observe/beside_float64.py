@@ -13,16 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .._torch import OpOverload, TorchDispatchMode, custom_op_function, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from .._torch import OpOverload, TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 from ..graph.collectives import starts_collective
-from ..graph.mutation import written
-from ..graph.nodes import argument
-from ..graph.order import draws_random_numbers
 from .inductor_random import as_kernels_draw
-from .interpreter import Interpreter, of_one_rank, on_one_rank
-from .reference import DROPOUTS, SOFTMAXES, Widening, dropped, wider_dtypes
-
-aten = torch.ops.aten
+from .interpreter import Interpreter, evaluate, of_one_rank, on_one_rank
+from .wide_ops import NO_KERNEL, WideOps, is_as_run
 
 
 class Handed(NamedTuple):
@@ -85,7 +80,7 @@ class BesideFloat64(Interpreter):
     def __init__(self, gm: fx.GraphModule, handed: Mapping[Any, Sequence[list[Tensor]]] | None = None,
                  observe: Callable[[fx.Node, Any, Any], Any] | None = None, *, widens: bool = True) -> None:
         super().__init__(gm)
-        self._widens, self._dtypes = widens, wider_dtypes(torch.float64)
+        self._widens, self._ops = widens, WideOps(torch.float64)
         self._handed = {target: list(calls) for target, calls in (handed or {}).items()}
         self._observe = observe
         self._wide: dict[fx.Node, Any] = {}
@@ -99,8 +94,7 @@ class BesideFloat64(Interpreter):
             return super().run_node(n)
         if n.op != "call_function":
             result = super().run_node(n)
-            self._wide[n] = tree_map(lambda x: self._lift(x).clone() if isinstance(x, Tensor) else x, result) if self._widens \
-                else result
+            self._wide[n] = self._ops.lifted(result, copy=True) if self._widens else result
             if n.op == "placeholder":
                 self.wide_inputs.append(self._wide[n])
             return result
@@ -108,49 +102,23 @@ class BesideFloat64(Interpreter):
         wide_args, wide_kwargs = fx.node.map_arg((n.args, n.kwargs), lambda node: self._wide[node])
         if (calls := self._handed.get(n.target)) and (handed := _nearest(calls, _tensors(n.target, args, kwargs))):
             (args, kwargs), (wide_args, wide_kwargs) = self._as_handed(n, handed, (args, kwargs), (wide_args, wide_kwargs))
-        result = self._narrow(n, args, kwargs)
-        self._wide[n] = self._evaluate(n, result, (args, kwargs), (wide_args, wide_kwargs)) if self._widens else result
+        draw = as_kernels_draw(n.target)
+        result = draw(*args, **kwargs) if draw is not None else evaluate(n, args, kwargs)
+        self._wide[n] = self._wider(n, result, (args, kwargs), (wide_args, wide_kwargs)) if self._widens else result
         if self._observe is not None and (other := self._observe(n, result, self._wide[n])) is not None:
             result = other
         for dead in self.user_to_last_uses.get(n, ()):
             self._wide.pop(dead, None)
         return result
 
-    def _narrow(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if (draw := as_kernels_draw(node.target)) is not None:
-            return draw(*args, **kwargs)
-        answered = on_one_rank(node.target, args)
-        return answered if answered is not None else self.call_function(node.target, args, kwargs)
-
-    def _evaluate(self, node: fx.Node, got: Any, call: Any, wide_call: Any) -> Any:
+    def _wider(self, node: fx.Node, got: Any, call: Any, wide_call: Any) -> Any:
         """Return what a node gives in float64; random numbers are those of the run."""
-        if node.target in DROPOUTS:
-            return dropped(wide_call[0], got)
-        is_random = draws_random_numbers(node) and argument(node, "dropout_p") != 0  # attention may drop nothing out
-        if as_kernels_draw(node.target) is not None or is_random or node.target is aten.view.dtype:
-            return tree_map(self._lift, got)
-        args, kwargs = tree_map(lambda x: self._dtypes.get(x, x) if isinstance(x, torch.dtype) else x, wide_call)
-        if node.target in SOFTMAXES:
-            args = (*args[:2], False)  # half_to_float is for half arguments
-        if (answered := on_one_rank(node.target, args)) is not None:
-            return answered
-        function = custom_op_function(node.target) or node.target
-        args, kwargs = of_one_rank(node.target, args, kwargs)
+        if is_as_run(node):
+            return self._ops.lifted(got)
         try:
-            with Widening(self._dtypes):
-                return function(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):  # there is no such kernel
-            return self._rounded(node, call, wide_call)
-
-    def _rounded(self, node: fx.Node, call: Any, wide_call: Any) -> Any:
-        """Evaluate a node in its own dtypes on float64's values, and write what it writes to those."""
-        narrow = tree_map(lambda x, like: x.to(like.dtype) if isinstance(like, Tensor) else like, wide_call, call)
-        result = self.call_function(node.target, *narrow)
-        if written(node):
-            for x, rounded in zip(tree_leaves(wide_call), tree_leaves(narrow)):
-                if isinstance(x, Tensor) and x is not rounded:
-                    x.copy_(rounded)
-        return tree_map(self._lift, result)
+            return self._ops.evaluate(node, got, *wide_call)
+        except NO_KERNEL:
+            return self._ops.rounded(node, call, wide_call)
 
     def _as_handed(self, node: fx.Node, handed: list[Tensor], call: Any, wide_call: Any) -> tuple[Any, Any]:
         """Note what the code has handed over beside what it should be, and return calls with it, but for what they write."""
@@ -160,11 +128,8 @@ class BesideFloat64(Interpreter):
             if (x := code.get(id(plain))) is not None:
                 ops = plain.clone()
                 self.pairs.append(Handed(node, place, x, ops, own.clone() if self._widens else ops))
-                narrow[place], wide[place] = x, self._lift(x) if self._widens else x
+                narrow[place], wide[place] = x, self._ops.lifted(x) if self._widens else x
         return tree_unflatten(narrow, structure), tree_unflatten(wide, structure)
-
-    def _lift(self, x: Any) -> Any:
-        return x.to(self._dtypes.get(x.dtype, x.dtype)) if isinstance(x, Tensor) else x
 
 
 def _tensors(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, bool]]:

@@ -84,7 +84,7 @@ class Compared:
     def _size(self) -> Errors:
         if self.is_counted:
             return Errors(math.sqrt(self.wide.numel()), 1.0)
-        wide = _real(self.wide) - (_real(self.before).double() if self.before is not None else 0)
+        wide = real_parts(self.wide) - (real_parts(self.before).double() if self.before is not None else 0)
         size = Errors.of(wide)
         return size if math.isfinite(size.norm) else Errors.of(torch.where(wide.isfinite(), wide, 0))
 
@@ -92,7 +92,7 @@ class Compared:
         """Return how far `got` is off where it and float64 are finite: large tensors are not to be read a dozen times."""
         if self.is_counted or got.shape != self.wide.shape:
             return None
-        errors = Errors.of(_real(got).double() - _real(self.wide))
+        errors = Errors.of(real_parts(got).double() - real_parts(self.wide))
         return errors if math.isfinite(errors.norm) else None
 
     def distances(self, got: Tensor, before: Tensor | None = None) -> Tensor:
@@ -105,18 +105,18 @@ class Compared:
             return torch.full((1,), math.inf)
         if self.is_counted:
             return (got != self.wide).double()
-        wide, moved = _real(self.wide), 0
+        wide, moved = real_parts(self.wide), 0
         if before is not None and self.before is not None:
-            moved = _real(before).double() - _real(self.before).double()
-        off = (_real(got).double() - moved - wide).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        return torch.where(wide.isfinite() & _real(self.ops).isfinite(), off, 0)
+            moved = real_parts(before).double() - real_parts(self.before).double()
+        off = (real_parts(got).double() - moved - wide).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        return torch.where(wide.isfinite() & real_parts(self.ops).isfinite(), off, 0)
 
     def _distances_of_code(self) -> Tensor:
         """Return how far the code is off: infinitely, too, where float64 and the ops have an infinity or nan, and it has not."""
         off = self.distances(self.code)
         if self.is_counted or self.code.shape != self.wide.shape:
             return off
-        code, ops, wide = _real(self.code), _real(self.ops), _real(self.wide)
+        code, ops, wide = real_parts(self.code), real_parts(self.ops), real_parts(self.wide)
         lost = ops.isinf() & (ops.double() == wide) & (code != ops) | ops.isnan() & wide.isnan() & code.isfinite()
         return torch.where(lost, math.inf, off)
 
@@ -125,7 +125,8 @@ class Compared:
         return Errors.of((self._distances_of_code() - _NOISE * noise).nan_to_num(nan=0, posinf=math.inf).clamp(min=0))
 
 
-def _real(x: Tensor) -> Tensor:
+def real_parts(x: Tensor) -> Tensor:
+    """Return the parts of complex numbers; others as they are."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .._torch import TorchDispatchMode, custom_op_function, is_without_derivative, tree_flatten, tree_leaves, tree_map
+from .._torch import is_without_derivative, tree_flatten, tree_leaves, tree_map
 from ..graph.mutation import written
 from .interpreter import evaluate
+from .wide_ops import NO_KERNEL, WideOps, is_as_run
 
-_NARROW = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
-DROPOUTS = (torch.ops.aten.native_dropout.default,)
-SOFTMAXES = (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default)
 _WRONG = 0.5  # relative: an element that is so far off is wrong, and not rounded
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
@@ -72,10 +69,9 @@ class Reference:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        self._dtypes = wider_dtypes(dtype)
+        self._ops = WideOps(dtype)
         self._values: dict[fx.Node, _Values] = {}
         self._constant_arguments: dict[Any, list[int]] = {}  # kind of a call -> places of those that it has no derivative by
-        self._bodies: dict[fx.GraphModule, fx.GraphModule] = {}
         self._roots: list[Tensor] = []
         self._deltas: dict[fx.Node, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self.errors: dict[fx.Node, NodeErrors] = {}
@@ -87,8 +83,7 @@ class Reference:
             self.outputs = fx.node.map_arg(node.args[0], lambda n: self._values[n].got)
             self.wide_outputs = fx.node.map_arg(node.args[0], lambda n: self._values[n].wide)
         elif node.op != "call_function":
-            wide = tree_map(lambda x: self._lift(x).detach().clone() if isinstance(x, Tensor) else x, result)
-            self._values[node] = _Values(result, wide)
+            self._values[node] = _Values(result, tree_map(_detached, self._ops.lifted(result, copy=True)))
         else:
             self._values[node] = self._evaluate(node, result)
 
@@ -99,41 +94,31 @@ class Reference:
         inputs = _Values(None, None, max((s.error for s in sources), default=0.0), any(s.lost for s in sources))
         call: Call = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n].got)
         wide_call: Call = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n].wide)
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if is_random and node.target not in DROPOUTS or "empty" in str(node.target):
-            return _Values(got, tree_map(lambda x: self._lift(x).detach() if isinstance(x, Tensor) else x, got))
+        if is_as_run(node) or "empty" in str(node.target):
+            return _Values(got, tree_map(_detached, self._ops.lifted(got)))
         with torch.enable_grad():
             wide, measured = self._wide(node, wide_call, call, got)
         exact = not inputs.error and not inputs.lost
         with torch.no_grad():
-            local = wide if exact or not measured else self._wide(node, self._lifted(call), call, got)[0]
-        if writes := written(node):  # at the end of a graph, buffers: nothing that errors are counted for
-            return _Values(got, wide, inputs.error, bool(writes) and inputs.lost)
+            local = wide if exact or not measured else self._wide(node, self._ops.lifted(call), call, got)[0]
+        if written(node):  # at the end of a graph, buffers: nothing that errors are counted for
+            return _Values(got, wide, inputs.error, inputs.lost)
         return self._measured(node, _Values(got, wide, inputs.error, inputs.lost), local, wide_call, call, measured)
 
     def _wide(self, node: fx.Node, wide: Call, got_call: Call, got: Any) -> tuple[Any, bool]:
         """Return what a node gives for arguments in the wide dtype, and whether it could be run in that."""
-        args, kwargs = tree_map(self._dtype, wide)
+        if node.target is torch.ops.aten.detach.default:  # of what is saved for backward, which errors go through
+            return wide[0][0], True
         if writes := written(node):
             own = {id(self._values[source].wide): self._values[source].wide.detach().clone() for source in writes}
-            args, kwargs = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
-        if node.target in SOFTMAXES:
-            args = (*args[:2], False)  # half_to_float is for half arguments
-        if node.target in DROPOUTS:
-            return dropped(args, got), True
-        if node.target is torch.ops.aten.detach.default:  # of what is saved for backward, which errors go through
-            return args[0], True
+            wide = tree_map(lambda x: own.get(id(x), x), wide)
         try:
-            with self._inside(node) as function:
-                call = function if function is not None else lambda *args, **kwargs: evaluate(node, args, kwargs)
-                result = call(*args, **kwargs)
-                if constants := set() if writes else self._without_derivative(node, result, (args, kwargs)):
-                    args, kwargs = tree_map(lambda x: x.detach() if id(x) in constants else x, (args, kwargs))
-                    result = call(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):  # there is no such kernel
-            narrow = tree_map(lambda x, like: x.detach().to(like.dtype) if isinstance(like, Tensor) else x, wide, got_call)
+            result = self._ops.evaluate(node, got, *wide)
+            if constants := set() if writes else self._without_derivative(node, result, wide):
+                result = self._ops.evaluate(node, got, *tree_map(lambda x: x.detach() if id(x) in constants else x, wide))
+        except NO_KERNEL:
             with torch.no_grad():
-                return self._lifted(evaluate(node, *narrow)), False
+                return self._ops.rounded(node, got_call, wide), False
         name = str(node.target)
         if isinstance(result, tuple) and "norm" in name and "backward" not in name:  # its backward's derivative knows statistics
             result = (result[0], *map(_detached, result[1:]))
@@ -150,13 +135,6 @@ class Reference:
             self._constant_arguments[kind] = [place for place, x in enumerate(leaves) if id(x) in constants]
         return {id(leaves[place]) for place in self._constant_arguments[kind]}
 
-    @contextlib.contextmanager
-    def _inside(self, node: fx.Node) -> Iterator[Any]:
-        """Yield the function of an op written in Python, for a context in which its casts do not narrow; None for others."""
-        function = custom_op_function(node.target)
-        with Widening(self._dtypes) if function is not None else contextlib.nullcontext():
-            yield function
-
     def _measured(self, node: fx.Node, values: _Values, local: Any, wide_call: Call, call: Call, measured: bool) -> _Values:
         inputs_error, inputs_lost = values.error, values.lost
         leaves = [leaf for leaf in zip(*map(tree_leaves, (values.got, values.wide, local))) if isinstance(leaf[0], Tensor)]
@@ -166,12 +144,12 @@ class Reference:
             narrow = tree_map(lambda x, like: x.detach().to(like.dtype) if isinstance(like, Tensor) else x, wide_call, call)
             with contextlib.suppress(RuntimeError), torch.no_grad():
                 again = _floating_leaves(evaluate(node, *narrow))
-                own = _floating_leaves(self._wide(node, self._lifted(narrow), narrow, values.got)[0])
+                own = _floating_leaves(self._wide(node, self._ops.lifted(narrow), narrow, values.got)[0])
                 floating = [(new, wide, new_own) for new, (_, wide, _), new_own in zip(again, floating, own)]
         is_first = not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(wide_call))
         introduced, inherited, scale = [], [], []
         for got, wide, own in floating:
-            got, own, plain = self._lift(got).detach(), own.detach(), wide.detach()
+            got, own, plain = self._ops.lifted(got).detach(), own.detach(), wide.detach()
             first, second = _difference(got, own), _difference(own, plain)
             introduced.append(float(first.norm()))
             inherited.append(float(second.norm()))
@@ -224,7 +202,7 @@ class Reference:
         """Return what a node gives in the wide dtype for the inputs that it got in the run."""
         call: Call = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n].got)
         with torch.no_grad():
-            return self._wide(node, self._lifted(call), call, self._values[node].got)[0]
+            return self._wide(node, self._ops.lifted(call), call, self._values[node].got)[0]
 
     # ---- all of them -----------------------------------------------------------------------------------------------------
 
@@ -243,7 +221,7 @@ class Reference:
         with torch.enable_grad():
             for place, weight in weights.items():
                 wide = self.wide_outputs[place]
-                difference = _difference(self._lift(self.outputs[place]).detach(), wide.detach())
+                difference = _difference(self._ops.lifted(self.outputs[place]).detach(), wide.detach())
                 if _lost(self.outputs[place], wide):
                     difference = wide.detach()
                 size = float(difference.norm())
@@ -265,51 +243,6 @@ class Reference:
             for handle in handles:
                 handle.remove()
         return {node: tuple(pair) for node, pair in scores.items()}
-
-    def _lift(self, x: Any) -> Any:
-        return x.to(self._dtypes.get(x.dtype, x.dtype)) if isinstance(x, Tensor) else x
-
-    def _lifted(self, values: Any) -> Any:
-        return tree_map(self._lift, values)
-
-    def _dtype(self, x: Any) -> Any:
-        if isinstance(x, fx.GraphModule):  # the body of a torch.cond
-            return self._widened(x)
-        return self._dtypes.get(x, x) if isinstance(x, torch.dtype) else x
-
-    def _widened(self, body: fx.GraphModule) -> fx.GraphModule:
-        """Return a body whose own casts do not narrow."""
-        if body not in self._bodies:
-            wide = self._bodies[body] = copy.deepcopy(body)
-            for node in wide.graph.nodes:
-                node.args, node.kwargs = tree_map(self._dtype, (node.args, node.kwargs))
-            wide.recompile()
-        return self._bodies[body]
-
-
-def wider_dtypes(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """Return the dtypes in whose place values are `dtype`, float64 or float32, each with what it becomes."""
-    wider = {narrow: dtype for narrow in _NARROW if narrow.itemsize < dtype.itemsize}
-    return {**wider, torch.complex64: torch.complex128} if dtype == torch.float64 else wider
-
-
-def dropped(args: tuple[Any, ...], got: Any) -> tuple[Tensor, Tensor]:
-    """Return what a dropout gives for other arguments where it keeps what it has kept in a run."""
-    x, p, train = args
-    kept = got[1]
-    return (x * kept / (1 - p) if p < 1 else x * 0) if train or train is None else x, kept
-
-
-class Widening(TorchDispatchMode):
-    """Widens the dtypes that ops are called with."""
-
-    def __init__(self, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
-        super().__init__()
-        self._dtypes = dtypes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(lambda x: self._dtypes.get(x, x) if isinstance(x, torch.dtype) else x, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 def relative(error: float, scale: float) -> float:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from .._torch import tensor_version, tree_leaves
 from .._torch_compilers import not_traced
 from ..buckets.eager_reduce import averaged_copies
-from ..compiler.compiled_model import CompiledModel, with_private_code
+from ..compiler.compiled_model import CompiledModel
 from ..compiler.graph_compiler import GraphCompiler
+from ..compiler.private_code import with_private_code
 from ..compiler.refusals import COMPILES_ITSELF
 from ..distributed.agreement import Communication, explained
 from .accumulation import accumulate_gradients, add_accumulated

@@ -24,7 +24,7 @@ from ..ops.apply_gradients import is_fault
 from ..random_state import forked_random
 from ..ranks import num_ranks, rank
 from .components import CallGraphs, Components
-from .parts.loss_scale import SCALE, LossScale
+from .parts.loss_scale import BACKOFF_FACTOR, SCALE
 from .parts.safeguard import NOT_SEARCHED, Event
 
 
@@ -198,4 +198,4 @@ class LastUpdate:
     def scale_factor(self) -> float:
         """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""
         overflowed = self._components.loss_scaling == "dynamic" and is_fault(self.verdict) and not self.norm.isfinite()
-        return 1 / LossScale.backoff_factor if overflowed else 1.0
+        return 1 / BACKOFF_FACTOR if overflowed else 1.0

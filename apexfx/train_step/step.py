@@ -210,8 +210,7 @@ class TrainStep:
 
         It is a warning, too, unless an optimizer outside of the graph, or a reader of `.grad`, may average by itself.
         """
-        none = averaged_over_none(options.config) if not under_fully_shard([self.model]) else ""
-        if none and not any(note.startswith(none) for note in self.report.notes):
+        if none := averaged_over_none(options.config) if not under_fully_shard([self.model]) else "":
             message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to "
                        "train apart, or something else averages")
             self.report.note(message) if self._outside or options.keep_grads else self.report.warn(message)

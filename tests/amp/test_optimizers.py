@@ -73,8 +73,10 @@ def test_step_writes_the_model_and_drops_master_gradients():
 
 
 def test_step_before_anything_else_works():
-    _, optimizer = made()  # AttributeError in Apex: masters were made at the first scale_loss
-    optimizer.step()
+    model, optimizer = made()
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()  # AttributeError in Apex: masters were made at the first scale_loss
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("set_to_none", [None, True, False])

@@ -9,7 +9,6 @@ import pytest
 
 import apexfx
 from docs import pages
-from tests.tables import table
 
 
 def normalised(text):
@@ -17,23 +16,13 @@ def normalised(text):
     return re.sub("  +", " ", re.sub("--+", "--", re.sub(r"\d+\.\d+", "#", text)))
 
 
-SLOW = [f"docs/{name}.md" for name in (
-    "profile", "recompiles", "inspect", "recipes", "train_step", "guard", "float16", "compare", "large_models", "sharded")]
-DEAR = ["README.md", *(f"docs/{name}.md" for name in (
-    "derivatives", "checkpoints", "varying_sizes", "check_loop", "simulate", "architecture", "parallel", "parts"))]
+LONG = [f"docs/{name}.md" for name in (
+    "profile", "recompiles", "inspect", "recipes", "train_step", "guard", "float16", "compare", "large_models", "sharded",
+    "derivatives", "checkpoints", "varying_sizes", "check_loop", "simulate", "architecture", "parallel", "parts")]
 
 
-@table(1, "page", [*DEAR, *(pytest.param(page, marks=pytest.mark.long) for page in SLOW)])
-def test_a_dear_page_shows_what_its_programs_print(page):
-    check(page)
-
-
-@pytest.mark.parametrize("page", [page for page in pages.PAGES if page not in (*SLOW, *DEAR)])
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.long] if page in LONG else []) for page in pages.PAGES])
 def test_the_page_shows_what_its_programs_print(page):
-    check(page)
-
-
-def check(page):
     text = (pages.ROOT / page).read_text()
     assert normalised(pages.made(page)) == normalised(text), f"run: python docs/pages.py {page}"
 

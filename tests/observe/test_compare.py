@@ -27,6 +27,16 @@ rounded.register_fake(torch.empty_like)
 rounded.register_autograd(lambda ctx, grad: grad)  # straight through
 
 
+@torch.library.custom_op("apexfx_tests::of_float32", mutates_args=())
+def of_float32(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        raise NotImplementedError
+    return x * 2
+
+
+of_float32.register_fake(torch.empty_like)
+
+
 class Net(nn.Module):
     def __init__(self, what=""):
         super().__init__()
@@ -182,6 +192,55 @@ def test_the_verdict_names_no_share_where_shares_do_not_hold():
 
 def test_a_straight_through_estimator_is_no_fault():
     assert "no op stands out" in apexfx.compare(Net("rounded"), X).verdict
+
+
+class Attention(nn.Module):
+    """Fused attention whose keys have lost most of their digits, in an op before it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 4)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).view(2, 8, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        narrow = (key + 300).bfloat16()  # keys
+        key = narrow.float() - 300
+        return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+def test_an_error_goes_through_attention():
+    comparison = apexfx.compare(Attention(), X)
+    assert comparison.errors["output 0"] > 0.1 and f"({line_of('keys')})" in comparison.verdict, comparison
+    [row] = [row for row in comparison if "attention" in row.op and row.phase == "forward"]
+    assert 0 < row.introduced < 1e-6 and row.inherited > 0.05, comparison
+
+
+def test_the_error_of_attention_itself_is_measured():
+    comparison = apexfx.compare(apexfx.transform(Attention(), dtype=torch.bfloat16, inner="eager"), X)
+    [row] = [row for row in comparison if "attention" in row.op and row.phase == "forward"]
+    assert row.introduced > 1e-4, comparison
+
+
+def test_random_numbers_are_those_of_the_run():
+    comparison = apexfx.compare(Model(lambda model, x: model.a(x) + torch.rand_like(x), a=nn.Linear(8, 8)), X[..., :8])
+    assert 0 < comparison.errors["output 0"] < 1e-6, comparison
+
+
+def test_an_op_without_a_kernel_in_float64_hands_errors_on():
+    model = Model(lambda model, x: of_float32((model.a(x) + 300).bfloat16().float() - 300), a=nn.Linear(8, 8)).eval()
+    comparison = apexfx.compare(model, X[..., :8])
+    assert any("of_float32.default cannot run in float64" in note for note in comparison.notes), comparison
+    assert comparison.errors["output 0"] > 0.1, comparison
+
+
+def test_bits_that_are_seen_as_another_dtype_are_those_of_the_run():
+    def forward(model, x):
+        bits = model.a(x).bfloat16().detach().view(torch.int16) & -16  # three bits of each mantissa
+        return model.b(bits.view(torch.bfloat16).float())
+
+    comparison = apexfx.compare(Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)), X[..., :8])
+    assert 0 < comparison.errors["output 0"] < 1e-5, comparison
 
 
 def test_a_step_is_compared_by_its_own_loss():

@@ -37,6 +37,7 @@ class Cure(NamedTuple):
             calls; `eager`, what is otherwise in the loop that is compared with.
         said: of the error.
         as_cured: whether the loop trains what is cured: eager draws other numbers by the program, raises, or is wrong.
+        also_in_pieces: whether fallback='transform' is a cure, too.
         limit: how many graphs a function may have.
         rel: of losses.
     """
@@ -44,6 +45,7 @@ class Cure(NamedTuple):
     program: Callable[[bool], Program]
     said: str
     as_cured: bool = False
+    also_in_pieces: bool = False
     inner: str = "eager"
     limit: int = 8
     rel: float = 1e-5
@@ -177,7 +179,8 @@ def a_mean_or_a_scalar(cured):
     return {"objective": objective, "batch": lambda x, k: (x, k), "accumulate": 2}
 
 
-@cure("tensor of this step in the attribute 'aux' .*Clear what the forward or a hook keeps")
+@cure(r"tensor of this step in the attribute 'aux' .*Clear what the forward or a hook keeps.*aux = loss \+ model\.aux, None",
+      also_in_pieces=True)
 def a_part_of_the_loss_that_is_kept(cured):
     def keep(net, h, x):
         net.aux = h.abs().sum()
@@ -513,7 +516,8 @@ def weight_norm(cured):
     return {"model": (parametrizations.weight_norm if cured else nn.utils.weight_norm)(nn.Linear(4, 4))}
 
 
-@cure("a parametrization of your own that multiplies by the mask")
+@cure("prune keep the weight.*a parametrization of your own that multiplies by the mask.*fallback='transform'",
+      also_in_pieces=True)
 def pruning(cured):
     layer, mask = nn.Linear(4, 4), torch.arange(16.0).reshape(4, 4) % 3
     if cured:
@@ -929,6 +933,8 @@ def test_a_cure_trains_what_the_program_trained(name):
             trained(made(row, cured=False), row.inner)
         expected = trained_by_a_loop(made(row, cured=row.as_cured, eager=True))
         assert trained(made(row, cured=True), row.inner) == pytest.approx(expected, rel=row.rel)
+        if row.also_in_pieces:
+            assert trained({**made(row, cured=False), "fallback": "transform"}, row.inner) == pytest.approx(expected, rel=row.rel)
 
 
 @table(1, "name", ["a_part_of_the_loss_that_is_kept", "positions_in_a_dictionary", "data_that_is_replaced", "weight_norm",

@@ -19,6 +19,7 @@ import apexfx
 from apexfx._torch import has_kernel
 from apexfx.ops.apply_gradients import Plan, registered
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apexfx.train_step.parts import loss_scale
 from apexfx.train_step.parts.apply_update import ApplyUpdate
 from apexfx.train_step.parts.loss_scale import MIN_SCALE, LossScale
 from apexfx.train_step.parts.norm import Norm
@@ -269,29 +270,30 @@ def test_the_scale_is_that_of_a_grad_scaler(optimizer):
 class Automaton:
     """Loss scaling as GradScaler's documentation has it, in Python numbers."""
 
-    def __init__(self, scale, plan):
-        self.scale, self.plan, self.streak, self.updates, self.skips, self.in_a_row = scale, plan, 0, 0, 0, 0
+    def __init__(self, scale):
+        self.scale, self.streak, self.updates, self.skips, self.in_a_row = scale, 0, 0, 0, 0
 
     def step(self, finite):
         if not finite:
-            self.scale, self.streak = max(self.scale * self.plan.backoff_factor, MIN_SCALE), 0
+            self.scale, self.streak = max(self.scale * loss_scale.BACKOFF_FACTOR, MIN_SCALE), 0
             self.skips, self.in_a_row = self.skips + 1, self.in_a_row + 1
             return
         self.updates, self.in_a_row, self.streak = self.updates + 1, 0, self.streak + 1
-        if self.streak == self.plan.growth_interval:
-            self.scale, self.streak = min(self.scale * self.plan.growth_factor, self.plan.max_scale), 0
+        if self.streak == loss_scale.GROWTH_INTERVAL:
+            self.scale, self.streak = min(self.scale * loss_scale.GROWTH_FACTOR, loss_scale.MAX_SCALE), 0
 
 
 @pytest.mark.parametrize("num_seeds, length", [(100, 12), pytest.param(10_000, 24, marks=pytest.mark.long)])
-def test_the_scale_is_that_of_an_automaton(num_seeds, length):
+def test_the_scale_is_that_of_an_automaton(num_seeds, length, monkeypatch):
     for seed in range(num_seeds):
         draw = random.Random(seed)
-        scaling = LossScale(max_scale=2.0 ** draw.randint(8, 20), growth_factor=draw.choice((2.0, 4.0)),
-                            backoff_factor=draw.choice((0.5, 0.25)), growth_interval=draw.randint(1, 5))
+        for name, drawn in (("MAX_SCALE", 2.0 ** draw.randint(8, 20)), ("GROWTH_FACTOR", draw.choice((2.0, 4.0))),
+                            ("BACKOFF_FACTOR", draw.choice((0.5, 0.25))), ("GROWTH_INTERVAL", draw.randint(1, 5))):
+            monkeypatch.setattr(loss_scale, name, drawn)
         update = ApplyUpdate("sgd_", 0, 2, (), "lr", None, (0.0, 0.0, 0.0, False, False, False))
         names = ("lr", "loss_scale", "growth_tracker", "skips")
-        plan = registered(Plan((scaling, Norm(skips=True), update), tuple((name, None) for name in names)))
-        automaton = Automaton(2.0 ** draw.randint(0, 8), scaling)
+        plan = registered(Plan((LossScale(), Norm(skips=True), update), tuple((name, None) for name in names)))
+        automaton = Automaton(2.0 ** draw.randint(0, 8))
         params = [torch.zeros(3), torch.zeros(2, 2)]
         scalars = [torch.tensor(1.0), torch.tensor(automaton.scale), torch.tensor(0, dtype=torch.int32), torch.zeros(2)]
         for _ in range(length):

@@ -44,15 +44,12 @@ def check(name, entry, level, inner="eager", **options):
     assert all(error <= bound for error, bound in zip(found, bounds(name, level))), (found, bounds(name, level))
 
 
-@table(len(QUICK) // 3, "name, entry", QUICK, ids=lambda x: x if isinstance(x, str) else " ".join(x))
+OTHERS = [pytest.param(name, entry, marks=pytest.mark.long) for name in PROGRAMS for entry in ENTRIES
+          if (name, entry) not in QUICK]
+
+
+@table(len(QUICK) // 3, "name, entry", [*QUICK, *OTHERS], ids=lambda x: x if isinstance(x, str) else " ".join(x))
 def test_a_program_trains_as_in_eager(name, entry):
-    check(name, *entry)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name, entry", [(name, entry) for name in PROGRAMS for entry in ENTRIES if (name, entry) not in QUICK],
-                         ids=lambda x: x if isinstance(x, str) else " ".join(x))
-def test_every_program_trains_as_in_eager(name, entry):
     check(name, *entry)
 
 

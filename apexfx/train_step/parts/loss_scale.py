@@ -20,6 +20,7 @@ from .part import Part, Slot
 log = logging.getLogger(__name__)
 SCALE, GROWTH = "loss_scale", "growth_tracker"
 MAX_SCALE, _FIRST_SCALE = 2.0**24, 2.0**16  # both as Apex has them
+GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0, 0.5, 2000  # as torch.amp.GradScaler has them
 MIN_SCALE = 2.0**-24  # the reciprocal of one that backs off for ever is infinite, and so would be what it unscales
 _WARN_AFTER_SKIPS = 8
 
@@ -31,16 +32,10 @@ class LossScale(Part):
     Attributes:
         static: the scale; None for a dynamic one.
         may_be_spike: whether a step may be skipped that says nothing of the scale.
-        max_scale: upper bound of a dynamic scale, or None for no bounds.
-        growth_factor, backoff_factor, growth_interval: as torch.amp.GradScaler has them.
     """
 
     static: float | None = None
     may_be_spike: bool = False
-    max_scale: float | None = MAX_SCALE
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
 
     def slots(self) -> Sequence[Slot]:
         scale = Slot(SCALE, first=_FIRST_SCALE if self.static is None else self.static, saved=("scaler", SCALE),
@@ -57,10 +52,9 @@ class LossScale(Part):
         held = [end.slot(SCALE), end.slot(GROWTH)]
         may_say_nothing = self.may_be_spike or end.verdict.empty is not None
         scale, growth = new = [tensor.clone() for tensor in held] if may_say_nothing else held
-        torch.ops.aten._amp_update_scale_.default(scale, growth, end.verdict.found_inf, self.growth_factor, self.backoff_factor,
-                                                  self.growth_interval)
-        if self.max_scale is not None:
-            scale.copy_(scale.clamp_max(self.max_scale).clamp_min(MIN_SCALE))  # Inductor knows no clamp_max_
+        torch.ops.aten._amp_update_scale_.default(scale, growth, end.verdict.found_inf, GROWTH_FACTOR, BACKOFF_FACTOR,
+                                                  GROWTH_INTERVAL)
+        scale.copy_(scale.clamp_max(MAX_SCALE).clamp_min(MIN_SCALE))  # Inductor knows no clamp_max_
         if may_say_nothing:
             end.commit(held, new, skipped=end.skip > end.verdict.found_inf)
 
@@ -96,7 +90,7 @@ def of_grad_scaler(state: Any) -> Any:
     """Return the state of torch's GradScaler as a step's; others as they are."""
     if not isinstance(state, dict) or "_growth_tracker" not in state:
         return state
-    own = {name: getattr(LossScale, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
+    own = {"growth_factor": GROWTH_FACTOR, "backoff_factor": BACKOFF_FACTOR, "growth_interval": GROWTH_INTERVAL}
     if other := {name: state[name] for name, number in own.items() if state.get(name, number) != number}:
         log.warning("apexfx: the GradScaler whose state is loaded had %s, and a loss scale here goes on with %s", other, own)
     return {name: torch.tensor(number, dtype=dtype) if is_number(number) else number
