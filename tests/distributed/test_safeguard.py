@@ -90,12 +90,9 @@ def test_a_rank_that_reads_events_alone_takes_part_in_no_collective(rank, world_
     x, labels = torch.randn(4, 6), torch.arange(4) % 3
     step(x * math.nan if rank == 1 else x, labels)
     if rank == 0:
-        assert "all_to_all_single.default at test_safeguard.py" in step.events[-1].where
+        assert "all is finite in the last batch of rank 0; it was that of rank 1" in step.events[-1].where
     step(x, labels)
     assert step.updated
-    with pytest.raises(ValueError, match="all_to_all_single.* communicates, and cannot be computed on one rank alone"):
-        step.record("nowhere")
-
 
 
 
