@@ -27,6 +27,7 @@ from .train_step.model import check_traceable
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
 _SAME = (1e-9, 1e-12)  # values of one op
+_MEAN = "Return apexfx.Mean(total, count), of a total that nothing has divided."
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,13 @@ class Splits:
         wrong = [row for row in self.rows if not row.is_right]
         if all(row.ratio is not None for row in wrong):
             return ("The direction is right and the length is not: the loss divides by what is not its own count, or not at all, "
-                    "and the step averages over calls and ranks. Return apexfx.Mean(total, count).")
+                    f"and the step averages over calls and ranks. {_MEAN}")
         if self.mixes:
             return (f"{self.mixes}\ncomputes with several examples at once, so a split batch is another function. Over ranks, "
                     "sync_bn=True joins batch norms, and the loss can gather; over calls nothing does: a batch norm takes the "
                     "statistics of one call.")
         return ("No op mixes examples, so the parts have other denominators: a mean of means weighs an example of a small part "
-                "more. Return apexfx.Mean(total, count).")
+                f"more. {_MEAN}")
 
 
 def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 4), accumulate: Sequence[int] = (1, 2, 4),
