@@ -232,6 +232,8 @@ class TransformConfig:
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
+        if self.inner_options is None:
+            object.__setattr__(self, "inner_options", {})
         for name in ("precision", "inner_options"):
             if isinstance(value := getattr(self, name), dict):  # which its owner may change later
                 object.__setattr__(self, name, dict(value))

@@ -38,7 +38,8 @@ def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, op
         shapes = ", ".join(str(list(p.shape)) for p in foreign[:3])
         raise ValueError(f"apexfx: {optimizers.name} holds {len(foreign)} parameters that are neither the model's nor "
                          f"the objective's (of shape {shapes}{', ...' if len(foreign) > 3 else ''}). Give the optimizer the "
-                         "parameters of this model (made before fully_shard(), it holds others), of a loss that is a module, "
+                         "parameters of this model (made before fully_shard(), or before a layer was replaced, it holds "
+                         "others: make it anew), of a loss that is a module, "
                          "and of train_step(modules=[...]), which names others; register parameters that are in no module in "
                          "one (torch.nn.ParameterList)")
     owners = Counter(p for each in optimizers for p in {id(p) for group in each.param_groups for p in group["params"]})
