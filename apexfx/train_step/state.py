@@ -139,7 +139,7 @@ class TrainingState:
 
     Args:
         components: of the step.
-        kept_buffers: puts back the buffers that a skipped step has replaced, or that a slice has; None without both.
+        kept_buffers: puts back the buffers that a skipped step has replaced; with slices `BuffersOfSlices`; None without both.
 
     Attributes:
         now: the state as it was read last.

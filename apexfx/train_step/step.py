@@ -48,7 +48,7 @@ from .parts.loss_scale import SkipsTeller
 from .parts.norm import SKIPS, Norm
 from .parts.safeguard import LOG, STATE, Event, SafeguardLog
 from .replicas import replica_check
-from .slices import Slices
+from .slices import BuffersOfSlices, Slices
 from .slots import Slots
 from .state import TrainingState
 from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
@@ -130,10 +130,10 @@ class TrainStep:
             model, step_model, objective, objective_modules, optimizers, options, loss_scaling, parts, slots, safeguard, report,
             ModelIndex(lambda: model), groups, agreement, sharded, sharded_update, slices, device)
         self._skips_teller = SkipsTeller(slots[SKIPS]) if loss_scaling is not None else None
-        buffers = None if safeguard is None and slices is None else KeptBuffers(
+        kept = BuffersOfSlices if slices is not None else KeptBuffers if safeguard is not None else None
+        self._state = TrainingState(components, kept and kept(
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
-            accumulates=options.accumulates)
-        self._state = TrainingState(components, buffers)
+            accumulates=options.accumulates))
         self._graphs = _graphs(components, self._state)
         self._replicas = replica_check(options.safeguard, groups, report)
         self._last = LastUpdate(components, self._graphs, self._state.name_of)
