@@ -70,12 +70,14 @@ class Slices:
     Attributes:
         first: of an update, the first slice that this rank computes.
         num_updates: how many there were, of a run that a checkpoint has gone on with, too.
+        observe: is shown what each slice gives, before it is added to anything.
     """
 
     def __init__(self, options: StepOptions, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._options, self._device = options, device
         self.first = options.accumulate * group.rank() if group is not None else 0
         self.num_updates = 0
+        self.observe: Callable[[list[Tensor]], None] = lambda own: None
         self._waiting: list[tuple[int, list[Tensor]]] = []  # sums over 2**height slices, which wait for as many more
         self._left: list[tuple[str, Tensor, int]] = []
 
@@ -135,6 +137,7 @@ class Slices:
 
     def add(self, own: list[Tensor], *, ends: bool) -> None:
         """Add what a slice gives to what those before it gave, in `own`; keep a copy of the sum where others are to come."""
+        self.observe(own)
         height, summed = 0, own
         while self._waiting and self._waiting[-1][0] == height:
             before = self._waiting.pop()[1]

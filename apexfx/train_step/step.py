@@ -563,27 +563,3 @@ def trace_step_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[st
     params = trained_parameters(step.model, components.objective_modules, components.optimizers)
     return step_graphs.trace_gradients(components.step_model, step.objective, config, components.groups, params, batch, named,
                                        scale=components.scale, calls=components.options.num_losses)
-
-
-def given_by_slices(step: TrainStep, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], first: int,
-                    source: TrainStep) -> list[dict[str, Tensor]]:
-    """Run slices by a step that was never called; return what each gives: gradients, counts and buffers, by name.
-
-    Args:
-        parts: the batch of each, by position and by keyword.
-        first: which slice of an update the first one is.
-        source: what `step` is a copy of.
-    """
-    slices, state, given = step._components.slices, step._state, []
-    add, slices.first, slices.num_updates = slices.add, first, source._components.slices.num_updates
-
-    def keep(own: list[Tensor], *, ends: bool) -> None:
-        names = [*(f"the gradient of {state.now.names[id(p)]}" for p in state.now.params), "the count of the loss",
-                 *(f"the buffer {name}" for name in state.kept_buffers.names())]
-        given.append({name: each.clone() for name, each in zip(names, own, strict=True)})
-        add(own, ends=ends)
-
-    slices.add = keep
-    for batch, named in parts:
-        step(*batch, **named)
-    return given
