@@ -18,8 +18,8 @@ from torch.fx.traceback import annotate
 from .. import passes
 from .._torch import FakeTensorMode, PlainAOTOutput, set_grad_enabled
 from .._torch_compilers import keep_sequence_numbers
-from ..compiler.backward_stage import BackwardPasses
 from ..compiler.index_ranges import IndexRanges
+from ..compiler.lowered_passes import LoweredPasses
 from ..compiler.model_index import ModelIndex
 from ..compiler.pipeline import warn_unmatched
 from ..compiler.process_groups import Groups
@@ -311,7 +311,7 @@ class StepCompiler:
         self.not_run.add(compiled)  # and not `run`, which would hold itself
         return run
 
-    def _keeping(self, graph: RewrittenGraph, other_stages: StepPasses) -> Callable[..., Any]:
+    def _keeping(self, graph: RewrittenGraph, step_passes: StepPasses) -> Callable[..., Any]:
         """Return what keeps a graph, its nodes marked by the op that they belong to, and those of the backward as such."""
         gm, outputs = graph.gm, []
         grad = _backward(gm)
@@ -328,7 +328,7 @@ class StepCompiler:
             self.traced = Traced(lowered, inputs, graph.record.forward.ops, _in_order(lowered, outputs))
             raise NotRun
 
-        return graph.trace(other_stages, keep)
+        return graph.trace(step_passes, keep)
 
 
 def _with_rows(inputs: Sequence[Any], shards: dict[int, Any], mode: FakeTensorMode | None = None) -> list[Any]:
@@ -386,7 +386,7 @@ def _applied(gm: fx.GraphModule) -> tuple[Sequence[fx.Node], Sequence[fx.Node | 
     return params, grads, [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p in updated]
 
 
-class StepPasses(BackwardPasses):
+class StepPasses(LoweredPasses):
     """The backward passes, then those of the step, over the one graph that AOTAutograd lowers a training step to.
 
     Args:
@@ -417,7 +417,7 @@ class StepPasses(BackwardPasses):
         report.memory = memory_timeline(gm, self._placeholders, report.places, self._left_out)
         return report
 
-    def on_forward(self, gm: fx.GraphModule) -> None:
+    def on_first_graph(self, gm: fx.GraphModule) -> None:
         self.run(gm)
         inputs = storages([value(node) for node in gm.graph.find_nodes(op="placeholder")])
         nodes = list(gm.graph.nodes)
