@@ -57,6 +57,9 @@ class LoweredPasses(CustomGraphPass):
                 self._record.forward.lowered = entry.code
         torch_faults.copy_one_by_one(gm)
 
+    def begin(self) -> None:
+        """Take note that a run begins, in which code may change something."""
+
     def run(self, gm: fx.GraphModule) -> StageReport:
         """Run the second stage over `gm` and put it in the report."""
         capture.name_inputs(gm, self._placeholders)

@@ -23,7 +23,6 @@ from ..compiler.lowered_passes import LoweredPasses
 from ..compiler.model_index import ModelIndex
 from ..compiler.pipeline import warn_unmatched
 from ..compiler.process_groups import Groups
-from ..compiler.prover import Prover
 from ..compiler.refusals import check_plain
 from ..compiler.rewritten_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
 from ..compiler.traced import Traced
@@ -209,7 +208,7 @@ class StepCompiler:
         if leaves:
             checks.insert(0, lambda args: [check_leaf(leaf.name, args[leaf.index]) for leaf in leaves])
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
-        return self._guarded(compiled, step_passes.prover, graph.config.inner != "eager", before_communicating, waits, checks,
+        return self._guarded(compiled, step_passes, waits, checks,
                              functools.partial(self.on_loss, is_mean=is_mean, present=reached), shards)
 
     def _note_change(self) -> None:
@@ -268,8 +267,8 @@ class StepCompiler:
         warned = any(note.startswith("apexfx: memory_budget=") for note in self.report.notes)
         self.report.note(message) if warned else self.report.warn(message)
 
-    def _guarded(self, compiled: Callable[..., Any], prover: Prover | None, begins: bool,
-                 before_communicating: Callable[[], None], waits: Callable[[], contextlib.AbstractContextManager[None]],
+    def _guarded(self, compiled: Callable[..., Any], step_passes: StepPasses,
+                 waits: Callable[[], contextlib.AbstractContextManager[None]],
                  checks: Sequence[Callable[[Sequence[Any]], None]], on_loss: Callable[[], None],
                  shards: dict[int, Any]) -> Callable[..., Any]:
         """Check the inputs of each run, and have the ranks compare what it communicates.
@@ -277,21 +276,12 @@ class StepCompiler:
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
 
         Args:
-            prover: of the code, which calls the next itself in front of a run that it has proved.
-            begins: whether a run is to compare, and may change something, at once; a graph that runs op by op tells itself when.
-            before_communicating: compares.
+            step_passes: begin a run, which compares, and may change something.
             waits: explains errors of collectives.
             checks: of the inputs.
             on_loss: the compiler's, of what kind the loss is.
             shards: the inputs in whose place the rows of sharded parameters go.
         """
-        def begin() -> None:
-            before_communicating()
-            self._note_change()
-
-        if prover is not None:
-            prover.starts = begin
-
         def run(*args: Any) -> Any:
             if shards:
                 args = _with_rows(args, shards)
@@ -301,10 +291,10 @@ class StepCompiler:
             if not self._runs:
                 raise NotRun
             with waits():
-                if begins and not (prover is not None and prover.waiting):
-                    begin()
+                if not step_passes.begins_itself:
+                    step_passes.begin()
                 outputs = compiled(*args)
-                self._note_change()
+                self._note_change()  # behind which Dynamo's code writes what the function has set, whatever the graph does
                 self.not_run.discard(compiled)
                 return outputs
 
@@ -392,8 +382,7 @@ class StepPasses(LoweredPasses):
     Args:
         present: for each parameter, whether it had a gradient when the graph was captured; [] where none is applied.
         left_out: bytes of the optimizer's state that the graph does not take.
-        on_change, on_communication: under inner="eager", called when the graph is about to write an input, or to communicate,
-            for the first time.
+        on_change, on_communication: called when a run is about to change something, or to communicate, for the first time.
         common: the names of the groups that all ranks are in.
     """
 
@@ -404,6 +393,16 @@ class StepPasses(LoweredPasses):
         super().__init__(graph.pipeline, graph.record, graph.placeholders, graph.uuid, graph.key)
         self._present, self._left_out = present, left_out
         self._on_change, self._on_communication, self._common = on_change, on_communication, common
+        self._is_op_by_op = False
+
+    @property
+    def begins_itself(self) -> bool:
+        """Whether a run itself calls what is to be called when it begins: op by op, or behind a proof of its code."""
+        return self._is_op_by_op or self.prover is not None and self.prover.waiting
+
+    def begin(self) -> None:
+        self._on_communication()
+        self._on_change()
 
     def _prepare(self, gm: fx.GraphModule) -> None:
         refake_copies(gm)
@@ -419,6 +418,7 @@ class StepPasses(LoweredPasses):
 
     def on_first_graph(self, gm: fx.GraphModule) -> None:
         self.run(gm)
+        self._is_op_by_op = True
         inputs = storages([value(node) for node in gm.graph.find_nodes(op="placeholder")])
         nodes = list(gm.graph.nodes)
         _call_before(filter(group_name, nodes), self._on_communication)
