@@ -43,6 +43,7 @@ from .capture_errors import calls_backward, capture_errors, run_or_raise_as_eage
 from .components import Components
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
 from .model import StepModel, check_contexts, check_traceable
+from .options import StepOptions
 from .slices import found_by_any, sum_over_ranks
 from .state import TrainingState
 from .step_compiler import NotRun, StepCompiler, StepContext
@@ -78,10 +79,8 @@ class StepGraphs:
         options, groups = components.options, copy.copy(components.groups)
         if components.slices is not None:
             groups.gradients = None  # the graph of a slice is the same on any number of ranks
-        self._context = StepContext(
-            options.config, groups, components.index, components.agreement, components.sharded, options.shard,
-            components.reduces_each_call, options.memory_budget, safeguard=components.safeguard is not None,
-            slices=components.slices is not None)
+        self._context = StepContext(options, groups, components.index, components.agreement, components.sharded,
+                                    components.reduces_each_call)
         self._steps = self._variant(run_step, on_loss=self._before_run)
         self._accumulates = self._variant(run_accumulate, on_loss=self._before_run, reduce_gradients=False)
         self._updates = self._variant(run_update)
@@ -257,11 +256,6 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
           named: dict[str, Any]) -> Traced:
     """Return the graph of a function of a step after all passes, for this batch alone, and its inputs; run nothing.
 
-    Args:
-        function: of `function`.
-        compiler: that traces.
-        model: of `inputs`.
-
     Raises:
         As a call of a step.
     """
@@ -283,14 +277,16 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
 
     Args:
         model, objective, params, scale, calls: as of `StepInputs`.
-        config, groups: as of `StepContext`.
+        config: the options that `transform` has, too.
+        groups: as of `StepContext`.
 
     Raises:
         As a call of a step.
     """
     index = ModelIndex(lambda: model.model)
     index.add_parameters(model.objective_modules.named_tensors()[0])
-    compiler = StepCompiler(StepContext(config, groups, index), Report(config.describe()), reduce_gradients=False, traces=True)
+    compiler = StepCompiler(StepContext(StepOptions(config), groups, index), Report(config.describe()), reduce_gradients=False,
+                            traces=True)
     inputs = StepInputs(model.model, objective, params, scale=scale, calls=calls)
     return trace(run_gradients, compiler, model, inputs, batch, named)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import itertools
 import logging
 import math
 import random
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -745,3 +747,12 @@ def test_a_capture_inside_of_another_leaves_its_settings(monkeypatch):
     monkeypatch.setattr(StepGraphs, "_compiling", observed)
     make(accumulate=2).capture(*batches(1)[0])
     assert left == [(True, True)] * 2 and dynamo_config.get_config_copy() == before
+
+
+def test_the_first_batch_is_not_kept():
+    step, [(x, y)] = make(SGD), batches(1)
+    step(x, y)
+    kept = weakref.ref(x)
+    del x
+    gc.collect()
+    assert kept() is None
