@@ -20,7 +20,6 @@ from ..compiler.buffers_put_back import KeptBuffers
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups, averaged_over_none
-from ..compiler.traced import Traced
 from ..config import TransformConfig, brief, is_number
 from ..distributed.agreement import Communication, check_alive
 from ..errors import NonFiniteError
@@ -37,7 +36,7 @@ from .digest import digest
 from .flush import apply_accumulated
 from .hyperparameters import numbers_of
 from .last_update import LastUpdate
-from .model import StepModel, check_modules, check_traceable, warn_of_eval_mode, warn_of_half_parameters
+from .model import StepModel, check_modules, warn_of_eval_mode, warn_of_half_parameters
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
@@ -545,21 +544,3 @@ def _graphs(components: Components, state: TrainingState) -> CallGraphs:
     from .step_graphs import StepGraphs
 
     return StepGraphs(components, state)
-
-
-def trace_step_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
-    """Return the graph of loss and gradients of a step for a batch, by other options, and its inputs; run nothing.
-
-    Args:
-        batch, named: by position and by keyword.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as `step.capture`.
-    """
-    from . import step_graphs
-
-    components = step._components
-    check_traceable(step.model, step.options)
-    params = trained_parameters(step.model, components.objective_modules, components.optimizers)
-    return step_graphs.trace_gradients(components.step_model, step.objective, config, components.groups, params, batch, named,
-                                       scale=components.scale, calls=components.options.num_losses)
