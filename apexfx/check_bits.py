@@ -16,7 +16,6 @@ from ._torch import tree_leaves, tree_map
 from .observe.digests import digest
 from .train_step import TrainStep
 from .train_step.model import check_traceable
-from .train_step.step import given_by_slices
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,24 @@ def check_bits(step: TrainStep, batch: tuple[Any, ...], named: dict[str, Any], r
 
 
 def _given(step: TrainStep, parts: Sequence[Any], first: int) -> list[dict[str, str]]:
-    """Return digests of what slices give, by name, where a copy of the step begins with the first of these."""
+    """Return digests of what slices give, gradients, counts and buffers, by name, as a copy of the step computes them.
+
+    Args:
+        parts: the batch of each, by position and by keyword.
+        first: which slice of an update the first one is.
+    """
     model, objective, optimizer = copy.deepcopy((step.model, step.objective, step.optimizer))
     config = dataclasses.replace(step.config, inner="eager", inner_options={}, ddp=False, process_group=None)
     copied = TrainStep(model, objective, optimizer, dataclasses.replace(step.options, config=config, memory_budget=None))
-    return [{name: digest(each) for name, each in row.items()} for row in given_by_slices(copied, parts, first, step)]
+    state, slices, given = copied._state, copied._components.slices, list[dict[str, str]]()
+    slices.first, slices.num_updates = first, step._components.slices.num_updates
+
+    def observe(own: list[Tensor]) -> None:
+        names = [*(f"the gradient of {state.now.names[id(p)]}" for p in state.now.params), "the count of the loss",
+                 *(f"the buffer {name}" for name in state.kept_buffers.names())]
+        given.append({name: digest(each) for name, each in zip(names, own, strict=True)})
+
+    slices.observe = observe
+    for batch, named in parts:
+        copied(*batch, **named)
+    return given

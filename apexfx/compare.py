@@ -32,9 +32,9 @@ from .report.data import Report
 from .train_step import TrainStep
 from .train_step.capture_errors import NotOneGraph
 from .train_step.function import SupervisedObjective
-from .train_step.model import StepModel
+from .train_step.model import StepModel, check_traceable
 from .train_step.objective import ObjectiveModules
-from .train_step.step import trace_step_gradients
+from .train_step.parameters import trained_parameters
 from .train_step.wrong_call import Call, shown
 from .transform import source_of
 
@@ -164,8 +164,15 @@ class _Step:
 
     def trace(self, call: _Call) -> Traced:
         """Return the graph of loss and gradients for a batch."""
+        from .train_step import step_graphs
+
+        components = self._step._components
         with call.explained():
-            return trace_step_gradients(self._step, call.batch, call.named, self.config)
+            check_traceable(components.model, components.options)
+            params = trained_parameters(components.model, components.objective_modules, components.optimizers)
+            return step_graphs.trace_gradients(
+                components.step_model, components.objective, self.config, components.groups, params, call.batch, call.named,
+                scale=components.scale, calls=components.options.num_losses)
 
 
 class _Model:

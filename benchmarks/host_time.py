@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 import apexfx
 from apexfx._torch import boxed
-from apexfx._torch_compilers import aot_autograd
+from apexfx._torch_compilers import aot_autograd, dynamo_config
 from apexfx.compiler import inner_compilers
+from apexfx.train_step import step_graphs
 from apexfx.train_step.function import compiled_separately, run_step
 
 RESULTS = Path(__file__).parent / "results" / "host_time.json"
@@ -92,7 +93,7 @@ def dynamo() -> Callable[[], object]:
         with torch.no_grad():
             function(inputs, (x, y), {})
 
-    with step._graphs._patch:
+    with dynamo_config.patch(step_graphs._dynamo_settings()):
         call()
     return call
 

@@ -331,7 +331,7 @@ FAULTS = (
     Fault("what moves up stays behind what it depends on", "graph/order.py",
           "set().union(*(behind[node] for node in nodes)).difference(nodes)", "()", _SHARED_UPDATE),
     Fault("ranks compare the order that the last pass has left", "train_step/step_compiler.py",
-          "collectives += graph.record.stages[-1].collectives", "pass", _SHARED_UPDATE),
+          "[*collectives, *graph.record.stages[-1].collectives]", "collectives", _SHARED_UPDATE),
     Fault("state that was loaded whole becomes rows", "optimizers/update_rules.py",
           "layout.placed(held, p) if held", "held if held", _SHARED_UPDATE),
     Fault("what every rank has whole is in a norm once", "train_step/parts/norm.py",

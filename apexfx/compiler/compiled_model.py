@@ -49,13 +49,11 @@ from .rewritten_graph import WeakBackend
 from .traceable import TraceableClasses, all_modules
 
 # Dynamo's silent ways to leave a frame to eager, closed: RNN modules are traced, a module that counts its calls is not
-# compiled for every count, the recompile limit raises. Numbers and shapes read from data are a part of a graph, as in a step that
-# is one. np.random is NumPy's, by its seed, and not torch's.
-_DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_outputs": True,
-           "capture_dynamic_output_shape_ops": True, "allow_unspec_int_on_nn_module": True,
-           "fail_on_recompile_limit_hit": True, **INLINE_REGIONS}
+# compiled for every count, the recompile limit raises. np.random is NumPy's, by its seed, and not torch's.
+DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
+          "fail_on_recompile_limit_hit": True, **INLINE_REGIONS}
+_READ_FROM_DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")  # a part of a graph, as in a step that is one
 _MANY_CALLS = 16
-_BREAKS_AT_DATA = {**_DYNAMO, "capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 # What is shown of a warning is no part of a graph, which would break at these.
 WARNING_FILTERS = {warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings}
 
@@ -114,7 +112,7 @@ class CompiledModel:
         self._hooks: list[tuple[object, ...]] | None = None  # before the first call
         self._hooked: list[nn.Module] = []
         self._num_hooks = -1
-        self._patch = dynamo_config.patch({**(_BREAKS_AT_DATA if in_step else _DYNAMO),  # in pieces, nothing is one graph
+        self._patch = dynamo_config.patch({**DYNAMO, **dict.fromkeys(_READ_FROM_DATA, not in_step),  # in pieces, none is one
                                            "ignore_logging_functions": dynamo_config.ignore_logging_functions | WARNING_FILTERS})
         half = config.half_dtype(p.device for p in model.parameters())
         half_parameters = config.level.half_parameters

@@ -24,8 +24,8 @@ from ..graph.shared_memory import MemoryCheck
 from ..graph.unused_gradients import Dependencies
 from ..report.data import Report
 from . import capture, torch_faults
-from .backward_stage import BackwardPasses
 from .index_ranges import IndexRanges
+from .lowered_passes import LoweredPasses
 from .model_index import ModelIndex
 from .process_groups import Groups
 from .refusals import HOOKS_CHANGED, check_not_in_ddp
@@ -113,7 +113,7 @@ class GraphCompiler:
                                       for row in pass_.collectives()), *(["which parameters have a gradient"] if uneven else [])]
         communication = Communication(f"collectives of graph {graph.record.index}",
                                       [numeric_options(self.config), *collectives], self.index.mode)
-        compiled = graph.compile(BackwardPasses(graph.pipeline, graph.record, placeholders, graph.uuid, graph.key), self.report)
+        compiled = graph.compile(LoweredPasses(graph.pipeline, graph.record, placeholders, graph.uuid, graph.key), self.report)
         if dependencies is not None:
             compiled = _differentiated_once(compiled, dependencies.passed)
         if in_forward and self.agreement is not None:

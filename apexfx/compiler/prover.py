@@ -56,15 +56,14 @@ class Prover:
         record: of the graph, what came out.
         insists: whether memory that may not do is no reason to leave it out (`verify="code"`).
         in_cpp: whether C++ calls the kernels, and collectives, which nothing answers on one rank there.
+        begin: called in front of the first run of code that was to be proved, when the proof is done.
 
     Attributes:
-        starts: called once in front of the first run of code that was to be proved, when the proof is done.
         waiting: whether a first call is still to come.
     """
 
-    def __init__(self, report: Report, record: GraphReport, *, insists: bool, in_cpp: bool) -> None:
-        self._report, self._record, self._insists, self._in_cpp = report, record, insists, in_cpp
-        self.starts: Callable[[], None] = lambda: None
+    def __init__(self, report: Report, record: GraphReport, *, insists: bool, in_cpp: bool, begin: Callable[[], None]) -> None:
+        self._report, self._record, self._insists, self._in_cpp, self._begin = report, record, insists, in_cpp, begin
         self.waiting = False
 
     def knows(self, compiled: Any, stage: str) -> bool:
@@ -96,7 +95,7 @@ class Prover:
             outcome = _Proving(call.graph, call.code, call.stage, call.gradients, inputs).run(insists=self._insists)
         self._keep(outcome, call)
         give_back_memory()
-        self.starts()
+        self._begin()
         self.waiting = False
         return _op_by_op(call.graph, outcome.outputs) if outcome.proof.fault else call.recorded
 

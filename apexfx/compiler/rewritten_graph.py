@@ -30,9 +30,9 @@ from ..graph.printing import short_dtype
 from ..report.data import Report
 from ..report.records import GraphReport
 from . import cache, capture, torch_faults
-from .backward_stage import BackwardPasses
 from .forward_errors import DataDependentError, InnerCompilerError, frames_of_user, is_told, place
 from .inner_compilers import INNER, trace
+from .lowered_passes import LoweredPasses
 from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
 from .pipeline import Pipeline
@@ -91,7 +91,7 @@ class RewrittenGraph:
     uuid: str | None
     key: str | None
 
-    def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
+    def compile(self, lowered_passes: LoweredPasses, report: Report) -> Callable[..., Any]:
         """Return what runs the graph; the report has it from then on."""
         half = {row.target_dtype for entry in self.record.forward.passes for row in entry.artifacts.casts or ()} & {"bf16", "f16"}
         level = f" ({self.config.opt_level} computes in {half.pop()}, opt_level='O0' in float32)" \
@@ -99,19 +99,20 @@ class RewrittenGraph:
         PROGRESS.enter(f"passes done{level}, AOTAutograd derives what runs")
         if self.config.inner != "eager" and self.config.verify != "off":
             in_cpp = bool(self.config.inner_options.get("cpp_wrapper", inductor_config.cpp_wrapper))
-            other_stages.prover = Prover(report, self.record, insists=self.config.verify == "code", in_cpp=in_cpp)
+            lowered_passes.prover = Prover(report, self.record, insists=self.config.verify == "code", in_cpp=in_cpp,
+                                           begin=lowered_passes.begin)
         with torch_faults.mended(self.gm), _explained(self.gm):
             put_in = torch_faults.leave_out_written_inputs(self.gm)
-            compiled = put_in(INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options))
+            compiled = put_in(INNER[self.config.inner](self.gm, self.example_inputs, lowered_passes, **self.config.inner_options))
         report.add(self.record)  # not before: what the inner compiler refuses never runs
         for sentence in ops.missing({x.device.type for x in self.example_inputs if isinstance(x, torch.Tensor)}):
             report.note(f"apexfx: {sentence}; `python -m apexfx doctor` has more")
         return compiled
 
-    def trace(self, other_stages: BackwardPasses, run: Callable[[fx.GraphModule, list[Any]], Any]) -> Callable[..., Any]:
+    def trace(self, lowered_passes: LoweredPasses, run: Callable[[fx.GraphModule, list[Any]], Any]) -> Callable[..., Any]:
         """Return what gives `run` the graph after all passes, and its inputs, when it is called; no report has it."""
         with torch_faults.mended(self.gm):
-            return trace(self.gm, self.example_inputs, other_stages, run)
+            return trace(self.gm, self.example_inputs, lowered_passes, run)
 
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.Context, config: TransformConfig, groups: Groups,
@@ -148,7 +149,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
         "inputs": [[p.name, p.kind] for p in placeholders]})
     key = cache.graph_key(uuid, gm) if uuid is not None and config.inner != "eager" else None
     if key is not None:
-        record.load_backward = functools.partial(cache.load_stage, key)
+        record.load_second = functools.partial(cache.load_stage, key)
     return RewrittenGraph(gm, example_inputs, placeholders, config, pipeline, record, uuid, key)
 
 

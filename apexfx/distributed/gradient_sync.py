@@ -247,6 +247,7 @@ class GradientSync(Synchronizer):
             if not self._averages and (flush and reduces or not reduces and not self._pending):
                 self._refuse_to_sum_twice(parameters, flushes=flush)
             if self._agreement is not None and (reduces or flush):
+                end_comparison(self.group.group_name)  # of a backward that has raised before it communicated
                 with self._local_unless_failed():
                     end = self._agreement.begin_run(communication, flushes=flush)
                 if waits and reduces and inputs is None:

@@ -128,7 +128,7 @@ class Report:
         record = self._graph(graph)
         entries = [entry for _, _, entry in runs([record])]
         hint = "; its backward passes run at the first training step (loss.backward())"
-        entry = _find(entries, pass_name, f" on graph {graph}", hint if record.training and record.backward is None else "")
+        entry = _find(entries, pass_name, f" on graph {graph}", hint if record.training and record.second is None else "")
         stage = self.stage(entry.stage, graph)
         index = stage.passes.index(entry)
         before = stage.passes[index - 1].code if index else stage.captured

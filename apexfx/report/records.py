@@ -130,10 +130,12 @@ class StageReport:
 
 @dataclass
 class GraphReport:
-    """One captured graph: its forward stage, and its backward stage once that is compiled; or those of a whole training step.
+    """One captured graph, and its stages.
 
     Attributes:
         training: whether a backward graph belongs to it.
+        forward: of the graph as Dynamo captured it.
+        second: of what AOTAutograd makes of it, once that is compiled: "backward", or of a whole training step "step".
         parameters: names of the parameters that enter it.
         local: whether it is the variant without allreduce nodes, which runs inside `no_sync()`, or accumulates the gradients of a
             step's earlier calls.
@@ -145,13 +147,13 @@ class GraphReport:
         breaks: the graph breaks that it begins behind and ends in, each with its reason and place.
         running: graphs that run as they are, which inner="eager" does.
         proofs: of its code, as first calls have come.
-        load_backward: reads the record of the second stage kept beside a compile cache entry, when no pass ran in this process.
+        load_second: reads `second` as it was kept beside a compile cache entry, when no pass ran in this process.
     """
 
     index: int
     training: bool
     forward: StageReport
-    backward: StageReport | None = None
+    second: StageReport | None = None
     parameters: tuple[str, ...] = ()
     local: bool = False
     mode: str = ""
@@ -161,7 +163,7 @@ class GraphReport:
     breaks: tuple[str, ...] = ()
     running: list[weakref.ref[fx.GraphModule]] = field(default_factory=list)
     proofs: list[Proof] = field(default_factory=list)
-    load_backward: Callable[[], StageReport | None] | None = None
+    load_second: Callable[[], StageReport | None] | None = None
 
     @property
     def identity(self) -> str:
@@ -190,10 +192,10 @@ class GraphReport:
 
     @property
     def stages(self) -> list[StageReport]:
-        """The forward stage, and the backward stage (of a training step, the stage "step") where there is one."""
-        if self.backward is None and self.training and self.load_backward is not None:
-            self.backward = self.load_backward()
-        return [self.forward] + ([self.backward] if self.backward else [])
+        """The stages that there are, in order."""
+        if self.second is None and self.training and self.load_second is not None:
+            self.second = self.load_second()
+        return [self.forward] + ([self.second] if self.second else [])
 
 
 def runs(graphs: Iterable[GraphReport]) -> Iterator[tuple[GraphReport, StageReport, PassReport]]:

@@ -118,7 +118,7 @@ def _backward_remark(graph: GraphReport) -> list[str]:
     if any(stage.from_cache for stage in graph.stages):
         return [f"graph {graph.index}: the backward came from the compile cache, so its passes did not run again; "
                 "their rows are the record kept from when they did"]
-    if graph.training and graph.backward is None:
+    if graph.training and graph.second is None:
         return [f"graph {graph.index}: no backward was compiled; the first loss.backward() does it, with its passes. If one ran, "
                 "the compile cache held it without a record: TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it afresh"]
     return []

@@ -19,7 +19,6 @@ from ..report.data import Report
 from .derivatives import REFUSED_AT_THIRD_ORDER, composed_at_capture
 
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
-_OF_CHECKPOINTS = "does not support RNG ops|disjoint backward regions"
 _DATA_DEPENDENT = r"data-dependent|got SymInt|PendingUnbackedSymbolNotFound"
 _DUAL_NUMBERS = re.compile(r"convert all Tensors to FakeTensors|InferenceMode::is_enabled\(\) && self")  # of fake tensors
 _TENSOR_CALLED = re.compile(r"how to trace the function .Tensor\(|Tensor method .forward. is not|'Tensor' object is not callable")

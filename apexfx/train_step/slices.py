@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import tensor_version
+from ..compiler.buffers_put_back import KeptBuffers
 from ..graph.collectives import wait
 from ..graph.inputs import Placeholder
+from ..graph.shared_memory import is_expanded
 from ..random_state import forked_random
 from .options import StepOptions
 
@@ -68,12 +70,14 @@ class Slices:
     Attributes:
         first: of an update, the first slice that this rank computes.
         num_updates: how many there were, of a run that a checkpoint has gone on with, too.
+        observe: is shown what each slice gives, before it is added to anything.
     """
 
     def __init__(self, options: StepOptions, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._options, self._device = options, device
         self.first = options.accumulate * group.rank() if group is not None else 0
         self.num_updates = 0
+        self.observe: Callable[[list[Tensor]], None] = lambda own: None
         self._waiting: list[tuple[int, list[Tensor]]] = []  # sums over 2**height slices, which wait for as many more
         self._left: list[tuple[str, Tensor, int]] = []
 
@@ -133,6 +137,7 @@ class Slices:
 
     def add(self, own: list[Tensor], *, ends: bool) -> None:
         """Add what a slice gives to what those before it gave, in `own`; keep a copy of the sum where others are to come."""
+        self.observe(own)
         height, summed = 0, own
         while self._waiting and self._waiting[-1][0] == height:
             before = self._waiting.pop()[1]
@@ -142,6 +147,73 @@ class Slices:
             height, summed = height + 1, into
         if not ends:
             self._waiting.append((height, [each.clone() for each in own] if summed is own else summed))
+
+
+class BuffersOfSlices(KeptBuffers):
+    """Registered buffers as they were before an update: all its slices begin with these, and it has what they add.
+
+    That is the mean of floats, and the sum of integers.
+    """
+
+    def holds(self, tensor: Any) -> bool:
+        """Return whether it is one of the buffers."""
+        return any(buffer is tensor for _, _, buffer, _ in self._kept or ())
+
+    @torch.no_grad()
+    def taken(self) -> list[Tensor]:
+        """Return what a slice has left in the buffers, for a sum over slices, and put back what was there before.
+
+        Raises:
+            ValueError: it has made or dropped a buffer, or changed the shape of one.
+        """
+        left = []
+        for buffers, name, _, before in self._kept:
+            now = buffers.get(name)
+            if _kind(now) != _kind(before):
+                raise ValueError(f"apexfx: the forward has made another buffer {name!r}, {_kind(now)} in the place of "
+                                 f"{_kind(before)}, and slices= adds up what slices leave there; make it before the first call")
+            if before is not None:
+                left.append(now ^ before if before.dtype == torch.bool else now - before if not _has_fractions(before)
+                            else now.to(torch.promote_types(before.dtype, torch.float32), copy=True))
+        for buffers, name, buffer, before in self._kept:
+            buffers[name] = buffer
+            if buffer is not None and not is_expanded(buffer):
+                buffer.copy_(before)
+        return left
+
+    @property
+    def _held(self) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
+        return [row for row in self._kept if row[3] is not None]
+
+    def names(self) -> list[str]:
+        """Return the names that modules have for what is `taken`."""
+        return [name for _, name, *_ in self._held]
+
+    @torch.no_grad()
+    def changed(self, sums: Sequence[Tensor], slices: int) -> list[Tensor]:
+        """Return of each sum of what so many slices have left whether one of them has changed anything."""
+        return [(total != (before.to(total.dtype) * slices if _has_fractions(before) else 0)).any()
+                for (*_, before), total in zip(self._held, sums, strict=True)]
+
+    @torch.no_grad()
+    def add(self, sums: Sequence[Tensor], changed: Sequence[bool], slices: int) -> None:
+        """Write to the buffers that have changed what so many slices have left, by the sums of what each of them has `taken`."""
+        for (buffers, name, buffer, before), total, written in zip(self._held, sums, changed, strict=True):
+            if not written:
+                continue
+            now = before ^ total if before.dtype == torch.bool else total / slices if _has_fractions(before) else before + total
+            if is_expanded(buffer):
+                buffers[name] = now.to(before.dtype)
+            else:
+                buffer.copy_(now)
+
+
+def _kind(buffer: Tensor | None) -> str:
+    return "None" if buffer is None else f"{buffer.dtype} of shape {list(buffer.shape)}"
+
+
+def _has_fractions(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
 
 
 def _tensors(modules: Iterable[nn.Module]) -> list[tuple[str, Tensor, int]]:

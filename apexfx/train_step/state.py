@@ -1,4 +1,4 @@
-"""What a training step reads and writes besides its batch: `read`, before a call, and `TrainingState`, which writes after it."""
+"""What a training step reads and writes besides its batch: `build_state`, before a call, and `TrainingState`, around it."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class StepState:
                 for each in self.slot_tensors if each.compared]
 
 
-def read(components: Components, before: StepState, means: Tensor | None) -> StepState:
-    """Read the state, and write down for the graph what happens to the gradients.
+def build_state(components: Components, before: StepState, means: Tensor | None) -> StepState:
+    """Make the state of model and optimizers as they are now, and name for the next capture the inputs that the graph takes.
 
     Args:
         before: the state up to now.
@@ -99,26 +99,39 @@ def read(components: Components, before: StepState, means: Tensor | None) -> Ste
         check_state([*((names[id(p)], p) for p in trained), *optimizers.named_state(trained, names)])
         labels = before.optimizer.labels if before.optimizer is not None else {}
         state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled, optimizers.layout)
-    params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.gradient_sums))
-    like = optimizers.layout.rows if options.shard == "gradients" else lambda p: p
-    sums = [known[id(p)].to(dtype_of_sum(p)) if id(p) in known
-            else torch.zeros_like(like(p), dtype=dtype_of_sum(p), requires_grad=False)
-            for p in params] if options.accumulates else []
+    params = trained if state is None else state.params
+    sums = _gradient_sums(components, params, before)
     of_optimizer = list(state.slot_tensors(names)) if state is not None else []
     of_parts = components.slots.slot_tensors(params, names, set(map(id, components.model.parameters())))
     tensors = [*of_parts, *of_optimizer]
     if twice := [each.slot for each in of_optimizer if each.slot in components.slots]:
         raise ValueError(f"apexfx: the slot {twice[0]!r} is there twice, of a part of this step and of the optimizer; give "
                          "that of the part another name")
-    components.index.add_parameters(components.objective_modules.named_tensors()[0])
-    in_graph = sums if components.sharded is None else components.sharded.wholes(params, sums)[1]
-    components.index.add_states({
-        **{each.name: local_rows(each.tensor) for each in tensors},
-        **{f"{names[id(p)]}{ACCUMULATED}": total for p, total in zip(params, in_graph)},
-        **({MEANS: means} if means is not None else {})})
     parts = with_updates(components.parts, state.parts() if state is not None else ())
     plan = registered(Plan(parts, slots_of(tensors), options.keep_grads or state is None))
-    return StepState(params, names, tensors, sums, state, plan, schedulable, scheduled, constants_of(optimizers, scheduled))
+    now = StepState(params, names, tensors, sums, state, plan, schedulable, scheduled, constants_of(optimizers, scheduled))
+    _name_inputs(components, now, means)
+    return now
+
+
+def _gradient_sums(components: Components, params: Sequence[Tensor], before: StepState) -> list[Tensor]:
+    """Return what calls have accumulated of `params`, which those that are new begin with zeros; [] where none accumulate."""
+    if not components.options.accumulates:
+        return []
+    known = dict(zip(map(id, before.params), before.gradient_sums))
+    like = components.optimizers.layout.rows if components.options.shard == "gradients" else lambda p: p
+    return [known[id(p)].to(dtype_of_sum(p)) if id(p) in known
+            else torch.zeros_like(like(p), dtype=dtype_of_sum(p), requires_grad=False) for p in params]
+
+
+def _name_inputs(components: Components, now: StepState, means: Tensor | None) -> None:
+    """Have the next capture know by name what a graph takes besides its batch and the model's tensors."""
+    sums = now.gradient_sums if components.sharded is None else components.sharded.wholes(now.params, now.gradient_sums)[1]
+    components.index.add_parameters(components.objective_modules.named_tensors()[0])
+    components.index.add_states({
+        **{each.name: tensor for each, tensor in zip(now.slot_tensors, now.tensors)},
+        **{f"{now.names[id(p)]}{ACCUMULATED}": total for p, total in zip(now.params, sums)},
+        **({MEANS: means} if means is not None else {})})
 
 
 class TrainingState:
@@ -126,7 +139,7 @@ class TrainingState:
 
     Args:
         components: of the step.
-        kept_buffers: puts back the buffers that a skipped step has replaced, or that a slice has; None without both.
+        kept_buffers: puts back the buffers that a skipped step has replaced; with slices `BuffersOfSlices`; None without both.
 
     Attributes:
         now: the state as it was read last.
@@ -237,7 +250,7 @@ class TrainingState:
         if self._before is None:
             self._before = [{p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()}
                             for each in self._components.optimizers]
-        now = read(self._components, self.now, self.mean.sums)
+        now = build_state(self._components, self.now, self.mean.sums)
         if (num_calls := self.num_accumulated_calls()) and not set(map(id, now.params)) >= set(map(id, self.now.params)):
             raise RuntimeError(f"apexfx: fewer parameters are to be trained after {num_calls} of "
                                f"{self._components.options.accumulate} calls that accumulate; change them after the call that "

@@ -20,7 +20,6 @@ from ..compiler.buffers_put_back import KeptBuffers
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups, averaged_over_none
-from ..compiler.traced import Traced
 from ..config import TransformConfig, brief, is_number
 from ..distributed.agreement import Communication, check_alive
 from ..errors import NonFiniteError
@@ -37,7 +36,7 @@ from .digest import digest
 from .flush import apply_accumulated
 from .hyperparameters import numbers_of
 from .last_update import LastUpdate
-from .model import StepModel, check_modules, check_traceable, warn_of_eval_mode, warn_of_half_parameters
+from .model import StepModel, check_modules, warn_of_eval_mode, warn_of_half_parameters
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
@@ -48,7 +47,7 @@ from .parts.loss_scale import SkipsTeller
 from .parts.norm import SKIPS, Norm
 from .parts.safeguard import LOG, STATE, Event, SafeguardLog
 from .replicas import replica_check
-from .slices import Slices
+from .slices import BuffersOfSlices, Slices
 from .slots import Slots
 from .state import TrainingState
 from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
@@ -130,10 +129,10 @@ class TrainStep:
             model, step_model, objective, objective_modules, optimizers, options, loss_scaling, parts, slots, safeguard, report,
             ModelIndex(lambda: model), groups, agreement, sharded, sharded_update, slices, device)
         self._skips_teller = SkipsTeller(slots[SKIPS]) if loss_scaling is not None else None
-        buffers = None if safeguard is None and slices is None else KeptBuffers(
+        kept = BuffersOfSlices if slices is not None else KeptBuffers if safeguard is not None else None
+        self._state = TrainingState(components, kept and kept(
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
-            accumulates=options.accumulates)
-        self._state = TrainingState(components, buffers)
+            accumulates=options.accumulates))
         self._graphs = _graphs(components, self._state)
         self._replicas = replica_check(options.safeguard, groups, report)
         self._last = LastUpdate(components, self._graphs, self._state.name_of)
@@ -544,45 +543,3 @@ def _graphs(components: Components, state: TrainingState) -> CallGraphs:
     from .step_graphs import StepGraphs
 
     return StepGraphs(components, state)
-
-
-def trace_step_gradients(step: TrainStep, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
-    """Return the graph of loss and gradients of a step for a batch, by other options, and its inputs; run nothing.
-
-    Args:
-        batch, named: by position and by keyword.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as `step.capture`.
-    """
-    from . import step_graphs
-
-    components = step._components
-    check_traceable(step.model, step.options)
-    params = trained_parameters(step.model, components.objective_modules, components.optimizers)
-    return step_graphs.trace_gradients(components.step_model, step.objective, config, components.groups, params, batch, named,
-                                       scale=components.scale, calls=components.options.num_losses)
-
-
-def given_by_slices(step: TrainStep, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], first: int,
-                    source: TrainStep) -> list[dict[str, Tensor]]:
-    """Run slices by a step that was never called; return what each gives: gradients, counts and buffers, by name.
-
-    Args:
-        parts: the batch of each, by position and by keyword.
-        first: which slice of an update the first one is.
-        source: what `step` is a copy of.
-    """
-    slices, state, given = step._components.slices, step._state, []
-    add, slices.first, slices.num_updates = slices.add, first, source._components.slices.num_updates
-
-    def keep(own: list[Tensor], *, ends: bool) -> None:
-        names = [*(f"the gradient of {state.now.names[id(p)]}" for p in state.now.params), "the count of the loss",
-                 *(f"the buffer {name}" for name in state.kept_buffers.names())]
-        given.append({name: each.clone() for name, each in zip(names, own, strict=True)})
-        add(own, ends=ends)
-
-    slices.add = keep
-    for batch, named in parts:
-        step(*batch, **named)
-    return given

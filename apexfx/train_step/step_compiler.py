@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,16 +19,14 @@ from torch.fx.traceback import annotate
 from .. import passes
 from .._torch import FakeTensorMode, PlainAOTOutput, set_grad_enabled
 from .._torch_compilers import keep_sequence_numbers
-from ..compiler.backward_stage import BackwardPasses
 from ..compiler.index_ranges import IndexRanges
+from ..compiler.lowered_passes import LoweredPasses
 from ..compiler.model_index import ModelIndex
 from ..compiler.pipeline import warn_unmatched
 from ..compiler.process_groups import Groups
-from ..compiler.prover import Prover
 from ..compiler.refusals import check_plain
 from ..compiler.rewritten_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
 from ..compiler.traced import Traced
-from ..config import TransformConfig
 from ..distributed.agreement import TRAINED, Agreement, Communication, explained
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node, written_parameter
@@ -47,15 +46,12 @@ from .capture_errors import calls_backward, counts_apart, sparse_gradient
 from .derivatives import check_functions, compose_norms
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
 from .mean import leave_counts_apart
+from .options import StepOptions
 from .slices import check_slice
 
 if TYPE_CHECKING:
     from .sharded import ShardedModel
     from .state import TrainingState
-
-
-def _nothing(**_: Any) -> None:
-    pass
 
 
 class NotRun(Exception):
@@ -69,28 +65,31 @@ class StepContext:
     """What the graphs of a step are compiled for.
 
     Attributes:
-        config: the options.
+        options: of the step.
         groups: the process groups.
         index: of the names of the model's tensors and of the optimizer's state.
         agreement: among the ranks, before a graph first runs; None on one rank.
         sharded: the model where it is under `fully_shard`.
-        shard: the option of that name.
         reduces_each_call: as of `Components`.
-        memory_budget: bytes alive at once that are enough, or None.
-        safeguard: whether a step that is skipped changes nothing at all.
-        slices: whether a graph with a forward is that of a slice.
     """
 
-    config: TransformConfig
+    options: StepOptions
     groups: Groups
     index: ModelIndex
     agreement: Agreement | None = None
     sharded: ShardedModel | None = None
-    shard: str | None = None
     reduces_each_call: bool = False
-    memory_budget: int | None = None
-    safeguard: bool = False
-    slices: bool = False
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """What is known of a graph as it was captured, for as long as it runs: of its first inputs nothing."""
+
+    placeholders: tuple[Placeholder, ...]
+    shards: dict[int, Any]  # by their places those of the inputs that are sharded, of which the graph gets rows
+    reached: list[bool]  # for each parameter whether the loss depends on it; [] without a backward
+    is_mean: bool  # whether the loss is a `Mean`
+    checks: list[Callable[[Sequence[Any]], Any]]  # of the inputs of each call, before it runs
 
 
 class StepCompiler:
@@ -103,9 +102,7 @@ class StepCompiler:
         step: which it is.
         report: gets the graphs.
         state: the optimizer's is in memory whether a graph takes it or not, and the numbers of its groups are to be those of all
-            ranks. It is told once all ranks have agreed on a graph, when that may change something: before it runs, since
-            Inductor's kernels change memory and no version; under inner="eager", before its first node that does, and after the
-            last; there also before the first node that communicates. None for a graph that does not run.
+            ranks. It is told when a run is about to communicate, and to change something. None for a graph that does not run.
         on_loss: called before each run, with `is_mean` for a loss that is a `Mean`, and `present`, for each parameter whether it
             has a gradient.
         reduce_gradients: False compiles the variant that accumulates.
@@ -118,8 +115,8 @@ class StepCompiler:
     """
 
     def __init__(self, step: StepContext, report: Report, state: TrainingState | None = None, *,
-                 on_loss: Callable[..., None] = _nothing, reduce_gradients: bool = True, traces: bool = False) -> None:
-        self.step, self.config, self.groups, self.sharded = step, step.config, step.groups, step.sharded
+                 on_loss: Callable[..., None] = lambda **_: None, reduce_gradients: bool = True, traces: bool = False) -> None:
+        self.step, self.config, self.groups, self.sharded = step, step.options.config, step.groups, step.sharded
         self.report, self.state, self.on_loss = report, state, on_loss
         self.reduce_gradients = reduce_gradients
         self.traces = traces
@@ -138,7 +135,41 @@ class StepCompiler:
             self._runs = True
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        # What was captured: its inputs by name, and what is refused of it.
+        captured, inputs = self._read(gm, example_inputs)
+        context = self._context(captured, example_inputs, has_backward=_backward(gm) is not None)
+        graph = rewrite(gm, inputs, context, self.config, self.groups, self.report, trains=True,
+                        mode=self.step.index.mode() if context.has_backward else "update")
+        self._note_composed(gm)
+        params, present = _applied(gm)
+        collectives = self._collectives(graph, list(itertools.compress(params, present)), captured.reached)
+        agreement = self.step.agreement if collectives else None
+
+        def communicate() -> None:
+            if agreement is not None:
+                agreement.before_run(communication)
+            self.state.note_communication()
+
+        step_passes = StepPasses(graph, present, context.left_out, lambda: self.state.note_change(), communicate,
+                                 self.groups.names())
+        if self.traces:
+            return self._keeping(graph, step_passes)
+        if context.has_backward:
+            _backward(gm).target = _traced_gradients if captured.shards else _numbered_gradients
+        compiled = graph.compile(step_passes, self.report)
+        communication = Communication(
+            f"collectives of graph {graph.record.index} of the step",
+            [*collectives, *graph.record.stages[-1].collectives],  # the latter in the order that all passes have left
+            self.step.index.mode, lambda: self.state.numbers())
+        self._check_budget(graph.record)
+        warn_unmatched(self.report)
+        waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
+        return self._guarded(compiled, captured, step_passes, waits)
+
+    def _read(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[_Captured, Sequence[Any]]:
+        """Name the inputs of a captured graph, refuse what no step does, and look up what passes will take apart.
+
+        The inputs come back with rows in the place of sharded ones.
+        """
         _switch_gradients_on(gm)
         placeholders = read_inputs(gm, example_inputs, self.config, self.step.index, is_train_step=True)
         check_plain(placeholders, example_inputs)
@@ -150,70 +181,48 @@ class StepCompiler:
         leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
         reached = _reached(gm)
         by_forward = _written_by_forward(gm, placeholders)
-        if not self.reduce_gradients:
-            _check_unwritten(gm, by_forward)
-        if self.step.slices and _backward(gm) is not None:
-            written = [(placeholders[place], example_inputs[place]) for place in by_forward]
-            kept = self.state.kept_buffers
-            check_slice([p for p, x in written if not is_of_batch(p, x) and not kept.holds(x)], issued(gm, ()))
+        self._check_written(gm, [(placeholders[place], example_inputs[place]) for place in by_forward])
         is_mean = self._is_mean(gm, placeholders)
         if is_mean and not self.reduce_gradients and not self.step.reduces_each_call:
             self._share_counts(gm)
-        taken = set(map(id, example_inputs))
-        left_out = sum(x.nbytes for x in (self.state.now.tensors if self.state is not None else ()) if id(x) not in taken)
         shards: dict[int, Any] = {}
         if self.sharded is not None:
             shards = self.sharded.shards(example_inputs)
             placeholders = as_rows(placeholders, {place: p.rows for place, p in shards.items()})
             example_inputs = _with_rows(example_inputs, shards, fake_mode(gm.graph))
-        # The forward passes.
-        context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
-                                 is_train_step=True, memory_budget=self.step.memory_budget, left_out=left_out,
-                                 safeguard=self.step.safeguard, shards=self.sharded.groups(shards) if shards else (),
-                                 sharded_sums=self.sharded.sums(shards) if shards else (),
-                                 cast_by_policy=self.sharded is not None and self.sharded.casts,
-                                 sharded_over=self.groups.shards, shard=self.step.shard, has_backward=_backward(gm) is not None)
-        graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
-                        mode=self.step.index.mode() if context.has_backward else "update")
-        if composed := compose_norms(gm):
-            self.report.note(f"apexfx: the loss holds derivatives, so {', '.join(composed)} is composed of ops: torch's own "
-                             "derivative of that order is wrong")
-        # What the end of the step applies.
-        params, grads, updated = _applied(gm)
-        present = [gradient is not None for gradient in grads]
-        collectives = self._collectives(graph, [p.meta[NAME] for p, here in zip(params, present) if here],
-                                        reached if self.step.reduces_each_call else ())
-        agreement = self.step.agreement if collectives else None
-        communication = Communication(f"collectives of graph {graph.record.index} of the step", collectives, self.step.index.mode,
-                                      lambda: self.state.numbers())
-
-        def before_communicating() -> None:
-            if agreement is not None:
-                agreement.before_run(communication)
-            self.state.note_communication()
-
-        # AOTAutograd, the passes of backward and step, and code.
-        step_passes = StepPasses(graph, present, left_out, self._note_change, before_communicating, self.groups.names())
-        if self.traces:
-            return self._keeping(graph, step_passes)
-        if (backward := _backward(gm)) is not None:
-            backward.target = _traced_gradients if shards else _numbered_gradients
-        compiled = graph.compile(step_passes, self.report)
-        collectives += graph.record.stages[-1].collectives  # in the order that all passes have left
-        self._check_budget(graph.record)
-        warn_unmatched(self.report)
-        # What each call looks at before it runs.
-        checks: list[Callable[[Sequence[Any]], None]] = [check_indices]
-        if updated or by_forward:
+        checks: list[Callable[[Sequence[Any]], Any]] = [check_indices]
+        if (updated := _updated(gm)) or by_forward:
             checks.insert(0, MemoryCheck(placeholders, updated, by_forward))
         if leaves:
             checks.insert(0, lambda args: [check_leaf(leaf.name, args[leaf.index]) for leaf in leaves])
-        waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
-        return self._guarded(compiled, step_passes.prover, graph.config.inner != "eager", before_communicating, waits, checks,
-                             functools.partial(self.on_loss, is_mean=is_mean, present=reached), shards)
+        return _Captured(placeholders, shards, reached, is_mean, checks), example_inputs
 
-    def _note_change(self) -> None:
-        self.state.note_change()
+    def _check_written(self, gm: fx.GraphModule, written: Sequence[tuple[Placeholder, Any]]) -> None:
+        """Refuse what the forward writes and may not: parameters that are not updated here, of a slice all but buffers."""
+        nodes = gm.graph.find_nodes(op="placeholder")
+        if not self.reduce_gradients:  # a graph that updates refuses it where it does
+            for p, _ in written:
+                if nodes[p.index] in _backward(gm).args[1]:
+                    raise written_parameter(nodes[p.index].meta[NAME])
+        if self.step.options.slices is not None and _backward(gm) is not None:
+            kept = self.state.kept_buffers
+            check_slice([p for p, x in written if not is_of_batch(p, x) and not kept.holds(x)], issued(gm, ()))
+
+    def _context(self, captured: _Captured, example_inputs: Sequence[Any], *, has_backward: bool) -> passes.Context:
+        sharded, shards, options = self.sharded, captured.shards, self.step.options
+        taken = set(map(id, example_inputs))
+        left_out = sum(x.nbytes for x in (self.state.now.tensors if self.state is not None else ()) if id(x) not in taken)
+        return passes.Context(
+            captured.placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients, is_train_step=True,
+            memory_budget=options.memory_budget, left_out=left_out, safeguard=options.safeguard is not None,
+            shards=sharded.groups(shards) if shards else (), sharded_sums=sharded.sums(shards) if shards else (),
+            cast_by_policy=sharded is not None and sharded.casts, sharded_over=self.groups.shards, shard=options.shard,
+            has_backward=has_backward)
+
+    def _note_composed(self, gm: fx.GraphModule) -> None:
+        if composed := compose_norms(gm):
+            self.report.note(f"apexfx: the loss holds derivatives, so {', '.join(composed)} is composed of ops: torch's own "
+                             "derivative of that order is wrong")
 
     def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                          example_inputs: Sequence[Any]) -> list[Placeholder]:
@@ -243,24 +252,25 @@ class StepCompiler:
         elif self.groups.batch_norm is None and not self.config.passes:
             leave_counts_apart(gm)
 
-    def _collectives(self, graph: RewrittenGraph, applied: Sequence[str], summed: Sequence[bool]) -> list[Any]:
-        """Describe, in order, what the graph will communicate.
+    def _collectives(self, graph: RewrittenGraph, applied: Sequence[fx.Node], reached: Sequence[bool]) -> list[Any]:
+        """Describe what the graph will communicate, and the gradients in it; [] of one that does not.
 
         Args:
-            applied: the parameters that have a gradient.
-            summed: for each parameter whether its gradient is summed in this call, be it applied or accumulated.
+            applied: the parameters whose gradients it applies.
+            reached: as of `_Captured`.
         """
         rows = [*issued(graph.gm, self.groups.names()),
                 *(row for pass_ in graph.pipeline.passes for row in pass_.collectives())]
         if not rows:
             return []
-        if summed:
-            rows += [[TRAINED, p.meta[NAME]] for p, here in zip(_backward(graph.gm).args[1], summed) if here]
-        return [numeric_options(self.config), *rows, *([TRAINED, name] for name in applied if self.reduce_gradients)]
+        trained = applied if self.reduce_gradients else ()
+        if self.step.reduces_each_call and reached:  # be they applied in this call or accumulated
+            trained = [*itertools.compress(_backward(graph.gm).args[1], reached), *trained]
+        return [numeric_options(self.config), *rows, *([TRAINED, p.meta[NAME]] for p in trained)]
 
     def _check_budget(self, record: GraphReport) -> None:
         memory = record.stages[-1].memory
-        budget = self.step.memory_budget
+        budget = self.step.options.memory_budget
         if not budget or memory is None or memory.peak <= budget:
             return
         message = (f"apexfx: memory_budget={budget} was given, and {memory.peak} bytes is the least that recompute "
@@ -268,50 +278,32 @@ class StepCompiler:
         warned = any(note.startswith("apexfx: memory_budget=") for note in self.report.notes)
         self.report.note(message) if warned else self.report.warn(message)
 
-    def _guarded(self, compiled: Callable[..., Any], prover: Prover | None, begins: bool,
-                 before_communicating: Callable[[], None], waits: Callable[[], contextlib.AbstractContextManager[None]],
-                 checks: Sequence[Callable[[Sequence[Any]], None]], on_loss: Callable[[], None],
-                 shards: dict[int, Any]) -> Callable[..., Any]:
-        """Check the inputs of each run, and have the ranks compare what it communicates.
+    def _guarded(self, compiled: Callable[..., Any], captured: _Captured, step_passes: StepPasses,
+                 waits: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[..., Any]:
+        """Check the inputs of each run, and have the ranks compare what it communicates; `waits` explains errors of that.
 
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
-
-        Args:
-            prover: of the code, which calls the next itself in front of a run that it has proved.
-            begins: whether a run is to compare, and may change something, at once; a graph that runs op by op tells itself when.
-            before_communicating: compares.
-            waits: explains errors of collectives.
-            checks: of the inputs.
-            on_loss: the compiler's, of what kind the loss is.
-            shards: the inputs in whose place the rows of sharded parameters go.
         """
-        def begin() -> None:
-            before_communicating()
-            self._note_change()
-
-        if prover is not None:
-            prover.starts = begin
-
         def run(*args: Any) -> Any:
-            if shards:
-                args = _with_rows(args, shards)
-            for check in checks:
+            if captured.shards:
+                args = _with_rows(args, captured.shards)
+            for check in captured.checks:
                 check(args)
-            on_loss()
+            self.on_loss(is_mean=captured.is_mean, present=captured.reached)
             if not self._runs:
                 raise NotRun
             with waits():
-                if begins and not (prover is not None and prover.waiting):
-                    begin()
+                if not step_passes.begins_itself:
+                    step_passes.begin()
                 outputs = compiled(*args)
-                self._note_change()
+                self.state.note_change()  # behind which Dynamo's code writes what the function has set, whatever the graph does
                 self.not_run.discard(compiled)
                 return outputs
 
         self.not_run.add(compiled)  # and not `run`, which would hold itself
         return run
 
-    def _keeping(self, graph: RewrittenGraph, other_stages: StepPasses) -> Callable[..., Any]:
+    def _keeping(self, graph: RewrittenGraph, step_passes: StepPasses) -> Callable[..., Any]:
         """Return what keeps a graph, its nodes marked by the op that they belong to, and those of the backward as such."""
         gm, outputs = graph.gm, []
         grad = _backward(gm)
@@ -328,7 +320,7 @@ class StepCompiler:
             self.traced = Traced(lowered, inputs, graph.record.forward.ops, _in_order(lowered, outputs))
             raise NotRun
 
-        return graph.trace(other_stages, keep)
+        return graph.trace(step_passes, keep)
 
 
 def _with_rows(inputs: Sequence[Any], shards: dict[int, Any], mode: FakeTensorMode | None = None) -> list[Any]:
@@ -369,31 +361,26 @@ def _reached(gm: fx.GraphModule) -> list[bool]:
     return [gradient is not None for gradient in value(backward)]
 
 
-def _check_unwritten(gm: fx.GraphModule, by_forward: Sequence[int]) -> None:
-    """Refuse a graph that writes parameters and does not apply their gradients: one that does is refused where it does."""
-    nodes = gm.graph.find_nodes(op="placeholder")
-    for node in (nodes[place] for place in by_forward):
-        if node in _backward(gm).args[1]:
-            raise written_parameter(node.meta[NAME])
+def _applied(gm: fx.GraphModule) -> tuple[Sequence[fx.Node], list[bool]]:
+    """Return the parameters that a step updates, and whether each has a gradient."""
+    params, grads = node.args[:2] if (node := apply_node(gm)) is not None else ((), ())
+    return params, [gradient is not None for gradient in grads]
 
 
-def _applied(gm: fx.GraphModule) -> tuple[Sequence[fx.Node], Sequence[fx.Node | None], list[int]]:
-    """Return the parameters that a step updates, their gradients, and the places of all inputs that it writes at its end."""
-    if (node := apply_node(gm)) is None:
-        return (), (), []
-    params, grads, slots = node.args[:3]
-    updated = {*params, *slots}
-    return params, grads, [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p in updated]
+def _updated(gm: fx.GraphModule) -> list[int]:
+    """Return the places of the inputs that a step writes at its end."""
+    updated = {*node.args[0], *node.args[2]} if (node := apply_node(gm)) is not None else ()
+    return [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p in updated]
 
 
-class StepPasses(BackwardPasses):
+class StepPasses(LoweredPasses):
     """The backward passes, then those of the step, over the one graph that AOTAutograd lowers a training step to.
 
     Args:
         present: for each parameter, whether it had a gradient when the graph was captured; [] where none is applied.
         left_out: bytes of the optimizer's state that the graph does not take.
-        on_change, on_communication: under inner="eager", called when the graph is about to write an input, or to communicate,
-            for the first time.
+        on_change, on_communication: called when a run is about to change something, or to communicate, for the first time: of
+            code before the run, as Inductor's kernels change memory and no version; op by op before the node that does.
         common: the names of the groups that all ranks are in.
     """
 
@@ -404,6 +391,16 @@ class StepPasses(BackwardPasses):
         super().__init__(graph.pipeline, graph.record, graph.placeholders, graph.uuid, graph.key)
         self._present, self._left_out = present, left_out
         self._on_change, self._on_communication, self._common = on_change, on_communication, common
+        self._is_op_by_op = False
+
+    @property
+    def begins_itself(self) -> bool:
+        """Whether a run itself calls what is to be called when it begins: op by op, or behind a proof of its code."""
+        return self._is_op_by_op or self.prover is not None and self.prover.waiting
+
+    def begin(self) -> None:
+        self._on_communication()
+        self._on_change()
 
     def _prepare(self, gm: fx.GraphModule) -> None:
         refake_copies(gm)
@@ -417,8 +414,9 @@ class StepPasses(BackwardPasses):
         report.memory = memory_timeline(gm, self._placeholders, report.places, self._left_out)
         return report
 
-    def on_forward(self, gm: fx.GraphModule) -> None:
+    def on_first_graph(self, gm: fx.GraphModule) -> None:
         self.run(gm)
+        self._is_op_by_op = True
         inputs = storages([value(node) for node in gm.graph.find_nodes(op="placeholder")])
         nodes = list(gm.graph.nodes)
         _call_before(filter(group_name, nodes), self._on_communication)
@@ -449,10 +447,9 @@ def _call_before(nodes: Iterable[fx.Node], function: Callable[[], None]) -> None
     def note() -> None:  # a name, which the code of a graph needs
         function()
 
-    for node in nodes:
+    if (node := next(iter(nodes), None)) is not None:
         with node.graph.inserting_before(node):
             node.graph.call_function(note).meta[PASS] = "train_step"
-        return
 
 
 def _switch_gradients_on(gm: fx.GraphModule) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from .._torch import CAPTURE_LOCK, set_grad_enabled, tensor_version, tree_leaves
 from .._torch_compilers import (
-    INLINE_REGIONS,
     dynamo_config,
     explained_aliases,
     looking_for_vectors,
@@ -29,7 +28,7 @@ from .._torch_compilers import (
     mark_static_address,
     run_cached_graphs,
 )
-from ..compiler.compiled_model import WARNING_FILTERS
+from ..compiler.compiled_model import DYNAMO, WARNING_FILTERS
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
 from ..compiler.progress import PROGRESS
@@ -44,14 +43,14 @@ from .capture_errors import calls_backward, capture_errors, run_or_raise_as_eage
 from .components import Components
 from .function import NotCompiled, compiled_separately, run_accumulate, run_gradients, run_step, run_update
 from .model import StepModel, check_contexts, check_traceable
+from .options import StepOptions
 from .slices import found_by_any, sum_over_ranks
 from .state import TrainingState
 from .step_compiler import NotRun, StepCompiler, StepContext
 from .step_inputs import StepInputs
 
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
-_DYNAMO = {"trace_autograd_ops": True, **INLINE_REGIONS, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
-           "fail_on_recompile_limit_hit": True, "use_numpy_random_stream": True,
+_DYNAMO = {**DYNAMO, "trace_autograd_ops": True,
            # Hooks that are registered, and parameters that are tied, after the first call.
            "skip_nnmodule_hook_guards": False, "skip_no_tensor_aliasing_guards_on_parameters": False}
 # Whether it is Python that checks, at each call, that a parameter of the model is one to update: both are inputs.
@@ -80,18 +79,14 @@ class StepGraphs:
         options, groups = components.options, copy.copy(components.groups)
         if components.slices is not None:
             groups.gradients = None  # the graph of a slice is the same on any number of ranks
-        self._context = StepContext(
-            options.config, groups, components.index, components.agreement, components.sharded, options.shard,
-            components.reduces_each_call, options.memory_budget, safeguard=components.safeguard is not None,
-            slices=components.slices is not None)
+        self._context = StepContext(options, groups, components.index, components.agreement, components.sharded,
+                                    components.reduces_each_call)
         self._steps = self._variant(run_step, on_loss=self._before_run)
         self._accumulates = self._variant(run_accumulate, on_loss=self._before_run, reduce_gradients=False)
         self._updates = self._variant(run_update)
         self._updates_apart = options.accumulates and (groups.gradients or groups.shards) is None
-        self._ends = False  # the call under way ends an accumulation
+        self._ends = False  # the call under way ends an accumulation, which `_before_run` is called too deep to be given
         self._known: set[tuple[Any, ...]] = set()  # updates that were compiled
-        self._settings = _dynamo_settings()
-        self._patch = dynamo_config.patch(self._settings)  # making one costs more than entering it
 
     def _variant(self, function: Callable[..., Any], **options: Any) -> _Variant:
         compiler = StepCompiler(self._context, self._components.report, self._state, **options)
@@ -235,10 +230,9 @@ class StepGraphs:
         """Have Dynamo compile what is called in this context, which ends where a graph is not to run."""
         if self._components.options.config.inner == "cudagraphs":
             self._fix_addresses()
-        is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         makes_vectors = self._components.options.config.inner == "inductor" and self._components.device.type == "cpu"
         with CAPTURE_LOCK, PROGRESS.compiling("Dynamo captures the step"), contextlib.suppress(NotRun), \
-                contextlib.nullcontext() if is_set else self._patch, explained_aliases(), torch.no_grad(), \
+                dynamo_config.patch(_dynamo_settings()), explained_aliases(), torch.no_grad(), \
                 looking_for_vectors() if makes_vectors else contextlib.nullcontext(), capture_errors(self._components.report):
             yield
 
@@ -262,11 +256,6 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
           named: dict[str, Any]) -> Traced:
     """Return the graph of a function of a step after all passes, for this batch alone, and its inputs; run nothing.
 
-    Args:
-        function: of `function`.
-        compiler: that traces.
-        model: of `inputs`.
-
     Raises:
         As a call of a step.
     """
@@ -288,14 +277,16 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
 
     Args:
         model, objective, params, scale, calls: as of `StepInputs`.
-        config, groups: as of `StepContext`.
+        config: the options that `transform` has, too.
+        groups: as of `StepContext`.
 
     Raises:
         As a call of a step.
     """
     index = ModelIndex(lambda: model.model)
     index.add_parameters(model.objective_modules.named_tensors()[0])
-    compiler = StepCompiler(StepContext(config, groups, index), Report(config.describe()), reduce_gradients=False, traces=True)
+    compiler = StepCompiler(StepContext(StepOptions(config), groups, index), Report(config.describe()), reduce_gradients=False,
+                            traces=True)
     inputs = StepInputs(model.model, objective, params, scale=scale, calls=calls)
     return trace(run_gradients, compiler, model, inputs, batch, named)
 

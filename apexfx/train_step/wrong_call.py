@@ -20,6 +20,7 @@ from .function import SupervisedObjective
 
 _NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
 _OUT_OF_RANGE = re.compile(r"index out of bounds: (?:(-?\d+)L? <= )?\w+ < (\d+)")  # of Inductor's code, with the file of a kernel
+_MODIFIED = "needed for gradient computation has been modified"
 _BATCH = re.compile(r"\bat \S+:\d+, in .*|\bbatch\[(\d+)\](?:\['\w+'\])*")  # but not in a line of the program
 _APPLIED = "_apexfx_applied"  # of a gradient: its version when it was applied
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
@@ -52,36 +53,21 @@ class Call:
         except (RankMismatchError, RankFailureError):
             raise
         except Exception as error:
-            if isinstance(error, RuntimeError) and re.search("(same|expected) device|two .*devices", str(error)) \
-                    and (elsewhere := self._elsewhere()):
-                error.args = (f"apexfx: {elsewhere}, and the model on {self._device}: call .to({str(self._device)!r}). "
-                              f"{getattr(error, 'explained', error)}",)
-            if isinstance(error, TypeError) and "positional argument" in str(error) and (how_many := self._unpacked()):
-                error.args = (f"apexfx: step(batch) was called with one {how_many}, all inputs of the model: call step(*batch), "
-                              f"which is step(inputs, *targets). {error}",)
+            for kind, pattern, cause in _CAUSES:
+                if isinstance(error, kind) and re.search(pattern, str(error)) and (said := cause(self)):
+                    error.args = (f"apexfx: {said}{getattr(error, 'explained', error)}",)
             if error.args and str(error.args[0]).startswith("apexfx:"):
                 error.args = (_BATCH.sub(self._called, error.args[0]), *error.args[1:])
-            if "needed for gradient computation has been modified" in str(error):
-                error.add_note("  model or loss writes in place what the backward reads; write it out of place: x = x + 1")
-            elif (self._report is None or not name_precision(error, self._report)) and not _is_noted(error) \
-                    and not getattr(error, "of_compiler", False):
+            is_named = _MODIFIED in str(error) or self._report is not None and name_precision(error, self._report)
+            if not is_named and not _is_noted(error) and not getattr(error, "of_compiler", False):
                 error.add_note(f"  called: {self.call}, which computes {self.computes}\n  expected: {self.expected}")
             dtypes = [str(x.dtype) for x in tree_leaves((self.batch, self.named)) if isinstance(x, Tensor) and x.dtype in _NARROW]
-            of_floats = re.search(r"(?i)dtype int32/int64|scalar type long", str(error))
-            if of_floats or dtypes and re.search(r"(?i)dtype|scalar type", str(error)):
+            if re.search("(?i)dtype|scalar type" if dtypes else "(?i)dtype int32/int64|scalar type long", str(error)):
                 what = f"what is {dtypes[0]}" if dtypes else "those that are floats"
                 error.add_note(f"  class labels and indices are int64 in torch: call .long() on {what}")
-            is_supervised = isinstance(self._objective, SupervisedObjective)
-            if is_supervised and re.search(r"must be Tensor, not (tuple|list|\w*dict|\w*Output)", str(error)):
-                error.add_note("  the loss function gets what the model returns, which is no tensor: give objective=f, as "
-                               "f(model, x, y) = loss_fn(model(x)[0], y), or of model(x)['logits']")
-            of_labels = "multi-target not supported|Index tensor must have the same number of dim"
-            if re.search(of_labels if is_supervised else "multi-target", str(error)):
-                error.add_note("  class labels have one number for each example, or pixel: call .squeeze(1) on those of shape "
-                               "[N, 1] or [N, 1, H, W], .argmax(1) on one-hot rows")
-            if isinstance(error, TypeError) and re.search("missing|nexpected keyword", str(error)) \
-                    and (unknown := _not_taken(self._objective, self.named)):
-                error.args = (f"apexfx: objective takes no {unknown[0]!r}: {error}",)
+            for with_loss_fn, with_objective, note in _NOTES:
+                if re.search(with_loss_fn if isinstance(self._objective, SupervisedObjective) else with_objective, str(error)):
+                    error.add_note(f"  {note}")
             if (bounds := _OUT_OF_RANGE.search(str(error))) is not None:
                 raise _out_of_range(bounds, error) from error
             raise
@@ -117,16 +103,24 @@ class Call:
         return [*map(shown, self.batch), *(f"{name}={shown(x)}" for name, x in self.named.items())]
 
     def _elsewhere(self) -> str:
-        """Return which arguments are on another device than the model: "batch[0] is on cpu"."""
+        """Say which arguments are on another device than the model: "batch[0] is on cpu"; "" where none are."""
         arguments = {**{f"batch[{place}]": x for place, x in enumerate(self.batch)}, **self.named}
         devices = {name: x.device for name, held in arguments.items() for x in tree_leaves(held)
                    if isinstance(x, Tensor) and self._device not in (None, x.device)}
-        return ", ".join(f"{name} is on {device}" for name, device in devices.items())
+        elsewhere = ", ".join(f"{name} is on {device}" for name, device in devices.items())
+        return elsewhere and f"{elsewhere}, and the model on {self._device}: call .to({str(self._device)!r}). "
 
     def _unpacked(self) -> str:
-        """Return what came in the place of inputs and targets: "tuple of 2"."""
+        """Say what came in the place of inputs and targets; "" where those are there."""
         [batch] = self.batch if len(self.batch) == 1 and isinstance(self._objective, SupervisedObjective) else [None]
-        return f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) and len(batch) > 1 else ""
+        return (f"step(batch) was called with one {type(batch).__name__} of {len(batch)}, all inputs of the model: call "
+                "step(*batch), which is step(inputs, *targets). ") if isinstance(batch, (tuple, list)) and len(batch) > 1 else ""
+
+    def _not_taken(self) -> str:
+        """Say which name an objective has no parameter of; "" where it has all."""
+        parameters = _parameters(self._objective)
+        takes_all = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return next((f"objective takes no {name!r}: " for name in self.named if name not in parameters and not takes_all), "")
 
     def _called(self, place: re.Match[str]) -> str:
         """Return "batch[1]" with the objective's own name of it: "labels (batch[1])"."""
@@ -136,19 +130,28 @@ class Call:
         return f"{named[0]} ({place[0]})" if named else place[0]
 
 
+# What is said in front of an error's text: of which errors, by their class and their text.
+_CAUSES = ((RuntimeError, "(same|expected) device|two .*devices", Call._elsewhere),
+           (TypeError, "positional argument", Call._unpacked),
+           (TypeError, "missing|nexpected keyword", Call._not_taken))
+# What is noted on an error: by its text where a loss function was given, and where an objective was.
+_NOTES = (
+    (_MODIFIED, _MODIFIED, "model or loss writes in place what the backward reads; write it out of place: x = x + 1"),
+    (r"must be Tensor, not (tuple|list|\w*dict|\w*Output)", "(?!)",  # which nothing holds
+     "the loss function gets what the model returns, which is no tensor: give objective=f, as f(model, x, y) = "
+     "loss_fn(model(x)[0], y), or of model(x)['logits']"),
+    ("multi-target not supported|Index tensor must have the same number of dim", "multi-target",
+     "class labels have one number for each example, or pixel: call .squeeze(1) on those of shape [N, 1] or [N, 1, H, W], "
+     ".argmax(1) on one-hot rows"),
+)
+
+
 def _parameters(objective: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return what an objective takes when it is called: of a decorated one, what the decorator's function does."""
     try:
         return inspect.signature(objective, follow_wrapped=False).parameters
     except (TypeError, ValueError):  # of what is written in C
         return {}
-
-
-def _not_taken(objective: Callable[..., Any], named: Iterable[str]) -> list[str]:
-    """Return which names an objective has no parameter of."""
-    parameters = _parameters(objective)
-    takes_all = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return [name for name in named if name not in parameters and not takes_all]
 
 
 def _is_noted(error: Exception) -> bool:

@@ -192,4 +192,4 @@ def test_a_backward_pass_may_wait_for_a_backward():
     with torch.no_grad():
         model(images())
     model(images()).sum().backward()
-    assert [p.name for p in model.report.graphs[-1].backward.passes] == ["of_backward"]
+    assert [p.name for p in model.report.graphs[-1].second.passes] == ["of_backward"]

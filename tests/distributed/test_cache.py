@@ -73,7 +73,7 @@ def _train(rank, world_size, folder, opt_level, factor, hit):
     assert bool(counters["autograd_cache_hit"]) == hit, dict(counters)
     # What the passes did is known on a hit, too.
     assert len(model.report.buckets().buckets) == 2
-    assert model.report.graphs[0].backward.from_cache == hit
+    assert model.report.graphs[0].second.from_cache == hit
 
 
 # (ranks, opt level, factor in the user's pass, whether a cache entry of an earlier row may be used)
@@ -126,7 +126,7 @@ def _loses_report(rank, world_size, folder):
         step = apexfx.train_step(model, lambda y: y.square().mean(), torch.optim.AdamW(model.parameters()), ddp=True,
                                  shard="optimizer")
         step(torch.ones(6, 8))
-        assert step.report.graphs[0].backward.from_cache == from_cache
+        assert step.report.graphs[0].second.from_cache == from_cache
         for report in Path(own, "apexfx").glob("*.json") if rank else ():
             report.unlink()
 

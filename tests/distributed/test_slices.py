@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 import apexfx
 from apexfx._torch import is_dtensor, tree_leaves
-from apexfx.compiler.buffers_put_back import KeptBuffers
 from apexfx.observe.replay import replay
 from apexfx.train_step import step_graphs
 from apexfx.train_step.parts import norm
-from apexfx.train_step.slices import Slices
+from apexfx.train_step.slices import BuffersOfSlices, Slices
 from tests.distributed.launch import on_ranks, run_ranks
 from tests.tables import table
 from tests.train_step.sliced_programs import PROGRAMS, batch, make, train, train_adversaries
@@ -187,13 +186,13 @@ def in_their_order(tensors, group):
         dist.all_reduce(each)
 
 
-taken, measured = KeptBuffers.taken, norm.measured
+taken, measured = BuffersOfSlices.taken, norm.measured
 NOTHING = "nothing"
 FAULTS = {  # program, number of ranks, what is patched, of the step of all ranks alone or of both
     NOTHING: ("safe", 2, (norm, "measured", measured), "both"),
     "sequential sums": ("safe", 2, (Slices, "add", sequential), "both"),
     "a seed by rank": ("safe", 2, (Slices, "random_numbers", by_rank), "both"),
-    "running statistics": ("safe", 2, (KeptBuffers, "taken", running), "both"),
+    "running statistics": ("safe", 2, (BuffersOfSlices, "taken", running), "both"),
     "a norm by rows": ("safe", 2, (norm, "measured", by_rows), "ranks"),
     "another order over ranks": ("heads", 4, (step_graphs, "sum_over_ranks", in_their_order), "ranks"),
 }

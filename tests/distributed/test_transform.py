@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import apexfx
+from apexfx.ops.ranks_agreed import waiting
 from tests.distributed.launch import on_ranks
 
 
@@ -106,6 +107,21 @@ def test_accumulates(rank, world_size):
     for x in (x1, x2):  # averaging every micro-batch is right too
         model(x).square().mean().backward()
     check(model, expected_gradients(reference, [x1, x2], world_size))
+
+
+@on_ranks(2)
+def test_what_a_failed_backward_compares_is_ended_by_the_next(rank, world_size):
+    model = apexfx.transform(nn.Sequential(nn.Linear(8, 4), nn.Tanh()), opt_level="O0", ddp=SMALL, inner="eager")
+    [x] = batches(rank, 1)
+    output = model(x)
+    with torch.no_grad():
+        output.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    [(name, end)], ended = waiting.items(), []
+    waiting[name] = lambda: ended.append(end())
+    model(x).sum().backward()
+    assert ended == [None] and not waiting
 
 
 @pytest.mark.long

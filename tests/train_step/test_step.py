@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import gc
 import itertools
 import logging
 import math
 import random
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -17,12 +21,14 @@ from torch._inductor.utils import run_and_get_code
 
 import apexfx
 from apexfx._torch import has_kernel
+from apexfx._torch_compilers import dynamo_config
 from apexfx.ops.apply_gradients import Plan, registered
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apexfx.train_step.parts import loss_scale
 from apexfx.train_step.parts.apply_update import ApplyUpdate
 from apexfx.train_step.parts.loss_scale import MIN_SCALE, LossScale
 from apexfx.train_step.parts.norm import Norm
+from apexfx.train_step.step_graphs import StepGraphs
 from tests.own_optimizers import RMSprop
 from tests.tables import table
 
@@ -726,3 +732,29 @@ def test_accumulated_gradients_of_half_parameters_leave_the_graph():
         step(each)
         (expected(each).square().sum() / 2).backward()
     assert_same([p.grad.float() for p in model.parameters()], [p.grad for p in expected.parameters()], rtol=0.03, atol=0.3)
+
+
+def test_a_capture_inside_of_another_leaves_its_settings(monkeypatch):
+    """What applies the gradients is compiled in the middle of the call that is."""
+    before, compiling, left = dynamo_config.get_config_copy(), StepGraphs._compiling, []
+
+    @contextlib.contextmanager
+    def observed(graphs):
+        with compiling(graphs):
+            try:
+                yield
+            finally:
+                left.append((dynamo_config.trace_autograd_ops, warnings.warn in dynamo_config.ignore_logging_functions))
+
+    monkeypatch.setattr(StepGraphs, "_compiling", observed)
+    make(accumulate=2).capture(*batches(1)[0])
+    assert left == [(True, True)] * 2 and dynamo_config.get_config_copy() == before
+
+
+def test_the_first_batch_is_not_kept():
+    step, [(x, y)] = make(SGD), batches(1)
+    step(x, y)
+    kept = weakref.ref(x)
+    del x
+    gc.collect()
+    assert kept() is None

@@ -1,4 +1,4 @@
-"""The backward stage of one graph, as the object that Inductor and AOTAutograd call, and key their caches by."""
+"""The passes over what AOTAutograd lowers a graph to, as the object that it and Inductor call, and key their caches by."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .pipeline import Pipeline
 from .prover import Prover
 
 
-class BackwardPasses(CustomGraphPass):
-    """The backward schedule, as the object Inductor and AOTAutograd call, and key their caches by.
+class LoweredPasses(CustomGraphPass):
+    """The passes over the graphs that AOTAutograd lowers one captured graph to: a forward and a backward, or a whole step.
 
     Args:
-        pipeline: whose backward stage runs.
+        pipeline: whose stages behind the first one run.
         record: the graph's report.
         placeholders: the inputs of the graph that Dynamo captured.
         uuid: the cache key, or None to bypass the caches.
@@ -52,17 +52,20 @@ class BackwardPasses(CustomGraphPass):
             report = self.run(gm)
             report.passes += self._pipeline.for_code(report.stage, gm)
         else:
-            self.on_forward(gm)
+            self.on_first_graph(gm)
             for entry in self._pipeline.for_code("forward", gm):
                 self._record.forward.lowered = entry.code
         torch_faults.copy_one_by_one(gm)
 
+    def begin(self) -> None:
+        """Take note that a run begins, in which code may change something."""
+
     def run(self, gm: fx.GraphModule) -> StageReport:
-        """Run the backward stage over `gm` and put it in the report."""
+        """Run the second stage over `gm` and put it in the report."""
         capture.name_inputs(gm, self._placeholders)
         self._prepare(gm)
-        self._record.backward = self._report_of(gm, random_inputs(gm))
-        return self._record.backward
+        self._record.second = self._report_of(gm, random_inputs(gm))
+        return self._record.second
 
     def _prepare(self, gm: fx.GraphModule) -> None:
         """Do to `gm` what the passes count on."""
@@ -79,14 +82,14 @@ class BackwardPasses(CustomGraphPass):
         Args:
             entry: of Inductor's cache; None where it keeps none.
         """
-        if self._record.backward is None and entry is not None:
-            self._record.backward = cache.load_stage(entry)
+        if self._record.second is None and entry is not None:
+            self._record.second = cache.load_stage(entry)
 
     def keep(self, entry: str | None) -> None:
         """Keep the stage's report beside the entries of torch's caches."""
-        if self._record.backward is not None:
+        if self._record.second is not None:
             for key in filter(None, (self.key, entry)):
-                cache.save_stage(key, self._record.backward)
+                cache.save_stage(key, self._record.second)
 
     def knows(self, code: Any, *, is_backward: bool) -> bool:
         """Return whether all is known of code that a cache had: the verdict of a proof, which is noted; of a step of several
@@ -111,8 +114,8 @@ class BackwardPasses(CustomGraphPass):
         capture.name_inputs(gm, self._placeholders)
         if self.is_train_step or is_backward:
             self._prepare(gm)
-            if self._record.backward is None:  # of what came from a cache that had lost it
-                self._record.backward = self._report_of(gm, None)
+            if self._record.second is None:  # of what came from a cache that had lost it
+                self._record.second = self._report_of(gm, None)
             else:
                 self._pipeline.rewrite(self._stage(is_backward), gm)
         if self.prover is not None:
@@ -121,8 +124,8 @@ class BackwardPasses(CustomGraphPass):
     def _stage(self, is_backward: bool) -> str:
         return "step" if self.is_train_step else "backward" if is_backward else "forward"
 
-    def on_forward(self, gm: fx.GraphModule) -> None:
-        """Put AOTAutograd's forward graph in the report."""
+    def on_first_graph(self, gm: fx.GraphModule) -> None:
+        """Take the graph that AOTAutograd compiles first: put the forward in the report."""
         capture.name_inputs(gm, self._placeholders)
         self._record.forward.lowered = printing.to_python(gm, header="forward graph, lowered")
 
