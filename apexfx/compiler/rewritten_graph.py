@@ -106,7 +106,7 @@ class RewrittenGraph:
             compiled = put_in(INNER[self.config.inner](self.gm, self.example_inputs, lowered_passes, **self.config.inner_options))
         report.add(self.record)  # not before: what the inner compiler refuses never runs
         for sentence in ops.missing({x.device.type for x in self.example_inputs if isinstance(x, torch.Tensor)}):
-            report.note(f"apexfx: {sentence}; `python -m apexfx doctor` has more")
+            report.warn(f"apexfx: {sentence}; `python -m apexfx doctor` says what to install")
         return compiled
 
     def trace(self, lowered_passes: LoweredPasses, run: Callable[[fx.GraphModule, list[Any]], Any]) -> Callable[..., Any]:

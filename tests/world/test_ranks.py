@@ -61,8 +61,9 @@ def digests(name, places, **options):
 
 
 SLICED = ("attention_with_masks", "checkpointed_decoder", "diffusion", "graph_network",
-          "lora_with_adapters", "masked_autoencoder", "mixture_of_experts_by_rows", "mixture_of_experts_by_weights", "point_clouds",
-          "radiance_field", "rope_by_halves", "segmentation_by_u_net", "selective_state_space", "tags_of_a_sentence", "word_lstm")
+          "lora_with_adapters", "masked_autoencoder", "mixture_of_experts_by_rows", "mixture_of_experts_by_weights",
+          "point_clouds", "radiance_field", "rope_by_halves", "segmentation_by_u_net", "selective_state_space",
+          "tags_of_a_sentence", "word_lstm")
 
 
 @pytest.mark.long
