@@ -26,6 +26,8 @@ _TENSOR_CALLED = re.compile(r"how to trace the function .Tensor\(|Tensor method 
 _DRAW = ("Draw by torch.rand(()) or torch.distributions, and choose by torch.where(torch.rand(()) < p, a, b) in the place of an "
          "if; or draw outside, and give the step the number as a tensor, which compiles once")
 _MOVE = "Move that out of the model and the loss (what is to be logged: return it as a tensor beside the loss)"
+_LINE = r"\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?"  # the end of its first, and what explains that
+_CHOOSE = f"Choose by torch.where(condition, a, b) in the place of an if, or m{_MOVE[1:]}"
 _OBSTACLES = (
     (_DUAL_NUMBERS,
      "torch cannot differentiate forward (jvp, jacfwd, hessian) through every op, norms among others, while it captures a graph",
@@ -79,8 +81,8 @@ _OBSTACLES = (
         (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
          "{0}() of Python is called, which is in no graph", _MOVE),
         (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index, a shape or a function of math depends on a number that is known when "
-         "the graph runs only: read from a tensor (.item(), int(t)) or drawn by Python's random", _MOVE),
-        (r"^(.*?)\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?", "{0}", _MOVE),
+         "the graph runs only: read from a tensor (.item(), int(t)) or drawn by Python's random", _CHOOSE),
+        *((f"^({begin}.*?){_LINE}", "{0}", advice) for begin, advice in (("Data-dependent branching", _CHOOSE), ("", _MOVE))),
     )),
 )
 # Graph breaks of Dynamo's at what fails in eager, too.

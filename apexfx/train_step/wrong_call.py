@@ -21,6 +21,7 @@ from .function import SupervisedObjective
 _NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
 _OUT_OF_RANGE = re.compile(r"index out of bounds: (?:(-?\d+)L? <= )?\w+ < (\d+)")  # of Inductor's code, with the file of a kernel
 _MODIFIED = "needed for gradient computation has been modified"
+_OF_INTEGERS = r"Input type \((unsigned char|long|int|torch\.u?int)"
 _BATCH = re.compile(r"\bat \S+:\d+, in .*|\bbatch\[(\d+)\](?:\['\w+'\])*")  # but not in a line of the program
 _APPLIED = "_apexfx_applied"  # of a gradient: its version when it was applied
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
@@ -136,6 +137,7 @@ _CAUSES = ((RuntimeError, "(same|expected) device|two .*devices", Call._elsewher
            (TypeError, "missing|nexpected keyword", Call._not_taken))
 # What is noted on an error: by its text where a loss function was given, and where an objective was.
 _NOTES = (
+    (_OF_INTEGERS, _OF_INTEGERS, "the model computes in floats: give it x.float() / 255 of images that are whole numbers"),
     (_MODIFIED, _MODIFIED, "model or loss writes in place what the backward reads; write it out of place: x = x + 1"),
     (r"must be Tensor, not (tuple|list|\w*dict|\w*Output)", "(?!)",  # which nothing holds
      "the loss function gets what the model returns, which is no tensor: give objective=f, as f(model, x, y) = "

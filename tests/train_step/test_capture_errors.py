@@ -78,7 +78,6 @@ REFUSED = {
         lambda model, x, k: model(x).pow(k).sum(), r"a number that differs .*\n.*tensor\(k\)", False, {})}),
     "spectral norm in a checkpoint": (lambda model, x, k: checkpoint(SPECTRAL, model(x), use_reentrant=False).sum(),
                                       "sets something outside of it(?s:.*)Leave the checkpoint out", True, {}),
-    "a scan": (scanned, "TypeError: Multiple dispatch failed", True, {"inner": "inductor"}),
     "a lock": (held(LOCK), "a lock is taken", True, {}),
     "a lock that is entered twice": (held(RLOCK), "a lock is taken", True, {}),
     "acquire()": (acquired, "a lock is taken", True, {}),
@@ -143,3 +142,17 @@ def test_what_is_frozen_behind_graphs_of_several_sizes_stays(frozen, inner):
         F.cross_entropy(expected(x[:rows]).flatten(0, 1), x[:rows].flatten()).backward()
         optimizer.step()
     torch.testing.assert_close(dict(model.named_parameters()), dict(expected.named_parameters()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long
+def test_a_scan_is_compiled_and_proved():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 3), torch.randn(3, 3)
+    expected = copy.deepcopy(model)
+    step = step_of(model, scanned, inner="inductor")
+    loss = scanned(expected, x, 0)
+    loss.backward()
+    torch.testing.assert_close(step(x, 0), loss.detach())
+    torch.optim.SGD(expected.parameters(), step.optimizer.param_groups[0]["lr"]).step()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(expected.named_parameters()))
+    assert "code proved" in str(step.report)

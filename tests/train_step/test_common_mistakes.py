@@ -300,3 +300,15 @@ def test_masks_with_a_dimension_of_channels_are_told_to_lose_it():
     assert "call .squeeze(1) on those of shape [N, 1] or [N, 1, H, W]" in "\n".join(raised.value.__notes__)
     expected = F.cross_entropy(model(x), masks.squeeze(1))
     torch.testing.assert_close(step(x, masks.squeeze(1)), expected.detach())
+
+
+def test_images_of_whole_numbers_are_led_to_floats():
+    torch.manual_seed(0)
+    model, images = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten()), torch.randint(256, (4, 1, 2, 2), dtype=torch.uint8)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), opt_level="O0", inner="eager")
+    labels = torch.arange(4) % 3
+    with pytest.raises(RuntimeError, match="Input type") as raised:
+        step(images, labels)
+    assert "give it x.float() / 255" in raised.value.__notes__[-1]
+    expected = F.cross_entropy(model(images.float() / 255), labels)
+    torch.testing.assert_close(step(images.float() / 255, labels), expected.detach())

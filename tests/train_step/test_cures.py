@@ -589,6 +589,17 @@ def a_choice_by_chance(cured):
     return {"objective": objective}
 
 
+@cure(r"Choose by torch.where\(condition, a, b\)", also_in_pieces=True)
+def a_choice_by_a_number_that_is_read(cured):
+    def objective(model, x):
+        loss = square(model, x)
+        if cured:
+            return torch.where(loss > 0.5, loss / 2, loss)
+        return loss / 2 if loss.item() > 0.5 else loss
+
+    return {"objective": objective}
+
+
 @cure(r"draw outside, and give the step the number", as_cured=True)
 def a_factor_by_chance(cured):
     return {"objective": lambda model, x: square(model, x) * (1 + (torch.randint(1, 3, ()) if cured else random.randint(1, 2)))}
