@@ -45,7 +45,7 @@ _REPORT = "Please report it, with the program; inner='eager' is as fast then, an
 
 _GRADIENT = 3  # times how far off the ops have a gradient: so far it is moved for what turns on that
 
-Key = tuple[str, int]  # "output", "change", "memory" (of an output) or "handed", and the place among them
+Key = tuple[str, Any]  # "output", "change", "memory" (of an output) or "handed", and the place among them; of a node there, too
 
 
 class Prover:
@@ -275,9 +275,8 @@ class _Proving:
         updated = {node for op in {pair.node for pair in beside.pairs} for node in written(op)}
         self._updated |= {place for place, node in enumerate(self._nodes) if node in updated}
         for pair in beside.pairs:
-            place = 1000 * self._order[pair.node] + pair.place
-            found["handed", place] = _Value(pair.ops, pair.wide, code=pair.code)
-            self._names["handed", place] = _name_of_handed(pair)
+            key = "handed", (self._order[pair.node], pair.place)
+            found[key], self._names[key] = _Value(pair.ops, pair.wide, code=pair.code), _name_of_handed(pair)
         return found
 
     def _compared(self, by_code: Mapping[Key, Tensor], *, widens: bool = True) -> dict[Key, Compared]:

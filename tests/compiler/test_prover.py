@@ -369,3 +369,25 @@ def test_steps_of_many_kinds_are_proved(no_caches, kind):
         step(*batch)
     proofs = [proof for graph in step.report.graphs for proof in graph.proofs]
     assert proofs and all(proof.rows and not proof.fault for proof in proofs), [(proof.note, proof.fault) for proof in proofs]
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.ParameterList([nn.Parameter(torch.randn(2)) for _ in range(n)]) for n in (600, 100))
+
+    def forward(self, x):
+        return sum((torch.stack([*each]) * x[:len(each)]).square().sum() for each in (self.first, self.second))
+
+
+@pytest.mark.long
+def test_gradients_of_two_updates_in_a_row_are_all_proved(monkeypatch, no_caches):
+    """An op of 600 parameters has gradients at places beyond 1,000."""
+    found, run_ops = [], prover._Proving._run_ops
+    monkeypatch.setattr(prover._Proving, "_run_ops", lambda *args, **options: found.append(run_ops(*args, **options)) or found[-1])
+    model = Many()
+    groups = [{"params": [*model.first], "weight_decay": 0.1}, {"params": [*model.second], "weight_decay": 0.0}]
+    step = apexfx.train_step(model, objective=lambda model, x: model(x), optimizer=torch.optim.SGD(groups, 0.1, momentum=0.9),
+                             opt_level="O0", max_grad_norm=1.0)
+    step(torch.randn(600, 2))
+    assert sum(what == "handed" for what, _ in found[0]) >= 700
