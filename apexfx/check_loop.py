@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import math
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +16,17 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.passes.infra.pass_base import PassResult
 from torch.overrides import TorchFunctionMode
 
 from ._torch import tensor_version, tree_leaves, tree_map
 from .buckets.bucket import dtype_name
 from .compiler.forward_errors import frames_of_user, place
 from .config import HALVES
+from .graph.nodes import graphs
 from .graph.printing import count_text, first_names
+from .passes.base import Pass
 from .train_step import TrainStep
 from .train_step.model import check_traceable
 from .train_step.wrong_call import shown
@@ -31,6 +35,7 @@ _TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
 _SMALL = 1e-2  # of the size of all: what is smaller, as a gradient that is rounding alone, is measured against that
 _SHOWN = 20  # rows
 _UNSCALE = "non_finite_check_and_unscale"
+_CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
 _HOW_ALONE = ("foreach", "fused", "capturable", "differentiable", "initial_lr", "params")  # options that change no update
 
 
@@ -106,9 +111,10 @@ def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[An
 
         print(apexfx.check_loop(step, update, itertools.islice(loader, 3)))
 
-    Both run op by op in one process, in float64 first, which tells a difference from rounding, then in their own dtypes. Nothing
-    of the step, the model, the optimizer, the batches or torch's random state changes, no collective runs, and both draw the
-    same random numbers. A safeguard and averages of the parameters are left out.
+    Both run op by op in one process, in float64 first, which tells a difference from rounding (`.float()` and other casts give
+    float64 then), and in their own dtypes behind that. Nothing of the step, the model, the optimizer, the batches or torch's
+    random state changes, no collective runs, and both draw the same random numbers. A safeguard and averages of the parameters
+    are left out.
 
     Args:
         step: of `train_step`.
@@ -172,12 +178,13 @@ class _Sides:
         config = dataclasses.replace(options.config, inner="eager", inner_options={}, ddp=False, sync_bn=False,
                                      process_group=None)
         if exact:
-            config = dataclasses.replace(config, opt_level="O0", dtype=None, keep_batchnorm_fp32=None, precision={})
+            config = dataclasses.replace(config, opt_level="O0", dtype=None, keep_batchnorm_fp32=None, precision={},
+                                         passes=(*config.passes, _KeepFloat64()))
         options = dataclasses.replace(options, config=config, keep_grads=exact, memory_budget=None, safeguard=None, slices=None,
                                       seed=0)
         self._step = TrainStep(model, objective, optimizer, options)
         self._by_name = not hasattr(objective, "loss_fn")
-        self._loop = _Loop(self._model, _list(self._optimizer))
+        self._loop = _Loop(self._model, _list(self._optimizer), exact)
 
     def run_loop(self, number: int, calls: list[Any]) -> None:
         batch = _copied(calls, self._exact)
@@ -362,9 +369,9 @@ class _Loop(TorchFunctionMode):
             that did it.
     """
 
-    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], exact: bool) -> None:
         super().__init__()
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._exact, self._widens = model, optimizers, exact, exact
         self.autocast: torch.dtype | None = None
         held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         self.params = {name: p for name, p in model.named_parameters() if id(p) in held}
@@ -401,6 +408,9 @@ class _Loop(TorchFunctionMode):
             writes = name.endswith("_") and not name.startswith("__") or name in ("__set__", "__setitem__")
             if writes and self.losses and not self.steps and self._is_gradient(args):
                 self.wrote.append((_UNSCALE in name, _line()))
+            of_scaler = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.amp")  # whose numbers are float32
+            if self._widens and not of_scaler and func is not Tensor.view:  # of bits as another dtype
+                func, args, kwargs = _CASTS.get(func, func), *tree_map(_wide, (args, kwargs or {}))
             return func(*args, **(kwargs or {}))
         if not self.losses:
             self.held = any(p.grad is not None and bool(p.grad.any()) for p in self.params.values())
@@ -417,7 +427,7 @@ class _Loop(TorchFunctionMode):
         self.modes = self.modes or {name: module.training for name, module in model.named_modules()}
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.at_step = _line()
+        self.at_step, self._widens = _line(), False  # Muon computes in bfloat16 on both sides
         self.writes |= self._versions() != self._written
         self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -429,10 +439,33 @@ class _Loop(TorchFunctionMode):
         self.options.update(_options(self._model, optimizer))
 
     def _after_step(self, *_: Any) -> None:
-        self._written = self._versions()
+        self._written, self._widens = self._versions(), self._exact
 
     def _versions(self) -> list[int]:
         return [tensor_version(p) for p in self.params.values()]
+
+
+class _KeepFloat64(Pass):
+    """Keep float64 where the program casts to a narrower dtype, as the loop's mode does.
+
+    Before:  y = x.float(); z = softmax(x, -1, dtype=torch.float32)
+    After:   y = x.double(); z = softmax(x, -1, dtype=torch.float64)
+    """
+
+    name = "keep_float64"
+    numeric = "changes_dtype"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        for node in (node for each in graphs(gm) for node in each.graph.nodes):
+            if node.op == "call_method" and (cast := _CASTS.get(getattr(Tensor, node.target))) is not None:
+                node.target = cast.__name__
+            if node.target != "view":
+                node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), _wide)
+        return PassResult(gm, True)
+
+
+def _wide(given: Any) -> Any:
+    return torch.float64 if isinstance(given, torch.dtype) and given in (*HALVES, torch.float32) else given
 
 
 def _line() -> str:

@@ -384,7 +384,7 @@ class Many(nn.Module):
 def test_gradients_of_two_updates_in_a_row_are_all_proved(monkeypatch, no_caches):
     """An op of 600 parameters has gradients at places beyond 1,000."""
     found, run_ops = [], prover._Proving._run_ops
-    monkeypatch.setattr(prover._Proving, "_run_ops", lambda *args, **options: found.append(run_ops(*args, **options)) or found[-1])
+    monkeypatch.setattr(prover._Proving, "_run_ops", lambda *args, **named: found.append(run_ops(*args, **named)) or found[-1])
     model = Many()
     groups = [{"params": [*model.first], "weight_decay": 0.1}, {"params": [*model.second], "weight_decay": 0.0}]
     step = apexfx.train_step(model, objective=lambda model, x: model(x), optimizer=torch.optim.SGD(groups, 0.1, momentum=0.9),
