@@ -61,6 +61,11 @@ def wait(result: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor.default(result)
 
 
+def summed(x: Tensor, group_name: str) -> Tensor:
+    """Return the sum of `x` over the ranks of a process group."""
+    return wait(torch.ops._c10d_functional.all_reduce.default(x, "sum", group_name))
+
+
 def is_wait(node: fx.Node) -> bool:
     """Return whether `node` waits for a collective."""
     return isinstance(node.target, OpOverload) and node.target._schema.name == "_c10d_functional::wait_tensor"
