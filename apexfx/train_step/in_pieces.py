@@ -119,7 +119,7 @@ class StepInPieces(StepGraphs):
             if inputs.calls > 1 and groups.gradients is None and groups.batch_norm is not None and groups.batch_norm.size() > 1:
                 raise counts_apart()
             if self._components.agreement is not None and inputs.group is not None:
-                counts = f"counts of the loss after call {self._state.num_calls}"
+                counts = f"counts of the loss after call {self._state.call_number}"
                 self._components.agreement.ensure("training step in pieces", [counts])
             with explained(groups.gradients, "the counts of the loss"):
                 return weigh(mean, *args, ends=ends)
