@@ -524,6 +524,11 @@ def tensor_version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def versions(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int] | None]:
+    """Return what differs once a tensor, while all of these live, was written or another is in its place."""
+    return [None if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
+
+
 def storage_address(storage: torch.UntypedStorage) -> int:
     """Return a number that is a storage's own while it lives, a fake one's too."""
     return storage._cdata
