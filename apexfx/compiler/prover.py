@@ -22,8 +22,9 @@ from ..config import HALVES
 from ..graph.collectives import group_name, starts_collective
 from ..graph.inputs import gradient_outputs
 from ..graph.liveness import Liveness
+from ..graph.marks import KIND, NAME, TRACED_UPDATE
 from ..graph.mutation import storages, written, written_storages
-from ..graph.nodes import KIND, NAME, TRACED_UPDATE, value
+from ..graph.nodes import value
 from ..graph.printing import count_text, first_names
 from ..host_memory import free_bytes, give_back_memory
 from ..observe.beside_float64 import BesideFloat64, CallsOfCode, Handed, OpByOp

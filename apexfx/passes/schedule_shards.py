@@ -12,13 +12,12 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.windows import MARK
 from ..graph.collectives import is_wait
 from ..graph.inputs import Placeholder
-from ..graph.nodes import CASTS, NAME, call, fake_mode
+from ..graph.marks import BUCKET, MAKES_WHOLE, NAME
+from ..graph.nodes import CASTS, call, fake_mode
 from ..graph.order import aliases, dependencies, move_up
 from ..observe.non_finite import is_of_backward
-from ..report.memory import WHOLE
 from .base import Pass
 from .gather_shards import ShardGroup
 
@@ -73,7 +72,7 @@ class ScheduleShards(Pass):
         sums = list(_sums(gm, self.group_name))
         for index, reduced in enumerate(sums):
             for node in reduced.nodes:
-                node.meta[MARK] = index
+                node.meta[BUCKET] = index
             reduced.wait_late()
         for reduced, later in itertools.pairwise(sums):
             move_up(reduced.waiting, later.start, behind)
@@ -157,7 +156,7 @@ def _gathers(gm: fx.GraphModule, group_name: str) -> list[_Gather]:
         [wait] = [user for user in start.users if is_wait(user)]
         nodes = [*casts, flat, start, wait, *_followers(wait, (*_COPIES, aten._unsafe_view.default))]
         for node in nodes:
-            node.meta[WHOLE] = True
+            node.meta[MAKES_WHOLE] = True
         found.append(_Gather(start, wait, nodes, [row.meta[NAME] for row in rows]))
     return found
 

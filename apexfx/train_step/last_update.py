@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._torch import tree_leaves, tree_map, versions
 from ..compiler.traced import Traced
-from ..graph.nodes import KIND, NAME
+from ..graph.marks import KIND, NAME
 from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
