@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import itertools
@@ -634,18 +633,6 @@ def an_iterator(cured):
             "batch": lambda x, k: (x, torch.tensor(float(next(numbers)))) if cured else (x,)}
 
 
-@cure("is a deque with a maxlen.* in a buffer")
-def a_deque(cured):
-    def use(net, h, x):
-        if cured:
-            net.last = torch.cat([net.last[1:], x.mean(0, keepdim=True)])
-            return h + net.last.sum(0)
-        net.seen.append(x.mean(0))
-        return h + sum(net.seen)
-
-    return {"model": Net(use, seen=collections.deque(maxlen=2), last=nn.Buffer(torch.zeros(2, 4)))}
-
-
 LOCK = threading.Lock()
 
 
@@ -949,7 +936,7 @@ def test_a_cure_trains_what_the_program_trained(name):
 
 
 @table(1, "name", ["a_part_of_the_loss_that_is_kept", "positions_in_a_dictionary", "data_that_is_replaced", "weight_norm",
-                   "a_deque", "a_backward_hook_on_a_module", "pruning", "a_complex_pseudoinverse"])
+                   "a_backward_hook_on_a_module", "pruning", "a_complex_pseudoinverse"])
 def test_a_cure_trains_so_under_inductor(name):
     row = CURES[name]
     assert trained(made(row, cured=True), "inductor") == pytest.approx(
