@@ -142,14 +142,12 @@ class _Sum:
             first.prepend(node)
 
 
-def _is_gather(node: fx.Node) -> bool:
-    return node.target is c10d.all_gather_into_tensor.default and node.args[0].target is torch.ops.apexfx.flatten_bucket.default
-
-
 def _gathers(gm: fx.GraphModule, group_name: str) -> list[_Gather]:
     found = []
-    for start in [node for node in gm.graph.nodes if _is_gather(node) and node.args[2] == group_name]:
+    for start in gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
         flat = start.args[0]
+        if flat.target is not torch.ops.apexfx.flatten_bucket.default or start.args[2] != group_name:
+            continue
         sources = list(flat.args[0])
         casts = [source for source in sources if source.op != "placeholder"]
         rows = [source if source.op == "placeholder" else source.args[0] for source in sources]
