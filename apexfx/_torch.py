@@ -329,16 +329,12 @@ def traced_constants() -> list[object]:
     return [guard.originating_source for guard in guards if guard.create_fn_name() == "CONSTANT_MATCH"]
 
 
-def traced_objects(kind: str, *, changed: bool = False) -> list[str]:
-    """Return where Dynamo found objects, by the class of its variables that it holds them as, for the frame that it is compiling.
-
-    Args:
-        changed: those alone that the frame changes.
-    """
+def traced_objects(kind: str) -> list[str]:
+    """Return where the frame that Dynamo is compiling has objects, by the class of variables that it holds them as."""
     translator = current_translator()
     effects = translator.output.side_effects if translator is not None else None
     return [each.source.name for each in (effects.id_to_variable.values() if effects is not None else ())
-            if type(each).__name__ == kind and each.source is not None and (not changed or effects.is_modified(each))]
+            if type(each).__name__ == kind and each.source is not None]
 
 
 def replaced_sources() -> set[str]:
@@ -522,6 +518,11 @@ def boxed(function: Callable[[list[object]], object]) -> Callable[[list[object]]
 def tensor_version(tensor: torch.Tensor) -> int:
     """Return how often autograd was told of a write to the tensor's memory."""
     return tensor._version
+
+
+def versions(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int] | None]:
+    """Return what differs once a tensor, while all of these live, was written or another is in its place."""
+    return [None if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:

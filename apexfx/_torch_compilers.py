@@ -419,7 +419,8 @@ def read_of_data(error: Exception) -> str:
     none that is known.
     """
     decided_by = getattr(getattr(error.__cause__, "cond", None), "free_symbols", ())
-    values = ((node, node.meta.get("example_value")) for node in _captured(error))
+    output = _output_graph(error)
+    values = ((node, node.meta.get("example_value")) for node in (output.graph.nodes if output is not None else ()))
     return next((node.stack_trace or "" for node, value in values
                  if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr in decided_by), "")
 
@@ -435,12 +436,6 @@ def told_of_kept(error: Exception) -> str:
                   for name, value in new.items() if name != "cell_contents" and isinstance(value, TensorVariable)
                   and value.as_proxy().node.name == kept[1]), "")
     return f"kept{place}\n" + next((node.stack_trace or "" for node in output.graph.nodes if node.name == kept[1]), "")
-
-
-def _captured(error: Exception) -> Sequence[torch.fx.Node]:
-    """Return what Dynamo had captured when it raised an error."""
-    graph = _output_graph(error)
-    return graph.graph.nodes if graph is not None else ()
 
 
 def with_numbers(said: str, error: BaseException) -> str:

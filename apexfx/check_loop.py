@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.overrides import TorchFunctionMode
 
-from ._torch import tensor_version, tree_leaves, tree_map
+from ._torch import tensor_version, tree_leaves, tree_map, versions
 from .buckets.bucket import dtype_name
 from .compiler.forward_errors import frames_of_user, place
 from .config import HALVES
@@ -389,10 +389,10 @@ class _Loop(TorchFunctionMode):
         self.gradients = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.stepped = dict(self.gradients)
         self.held, self.writes, self.at_backward, self.at_step = False, False, "", ""
-        self._written = self._versions()
+        self._written = versions(self.params.values())
 
     def finish(self) -> None:
-        self.writes |= self._versions() != self._written
+        self.writes |= versions(self.params.values()) != self._written
 
     @property
     def left_out(self) -> list[str]:
@@ -428,7 +428,7 @@ class _Loop(TorchFunctionMode):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.at_step, self._widens = _line(), False  # Muon computes in bfloat16 on both sides
-        self.writes |= self._versions() != self._written
+        self.writes |= versions(self.params.values()) != self._written
         self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -439,10 +439,7 @@ class _Loop(TorchFunctionMode):
         self.options.update(_options(self._model, optimizer))
 
     def _after_step(self, *_: Any) -> None:
-        self._written, self._widens = self._versions(), self._exact
-
-    def _versions(self) -> list[int]:
-        return [tensor_version(p) for p in self.params.values()]
+        self._written, self._widens = versions(self.params.values()), self._exact
 
 
 class _KeepFloat64(Pass):

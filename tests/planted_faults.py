@@ -339,7 +339,7 @@ FAULTS = (
     Fault("what has no rows is summed for every rank", "passes/scatter_gradients.py",
           "return super().reduce(index, flat, like=like)", "return flat", _SHARED_UPDATE),
     Fault("rows whose gradients were added to earlier ones are gathered", "passes/scatter_gradients.py",
-          "            if gradient is not None:\n", "            if gradient is not None and MARK in gradient.meta:\n",
+          "            if gradient is not None:\n", "            if gradient is not None and BUCKET in gradient.meta:\n",
           _SHARED_UPDATE),
     Fault("a flush applies rows that are averaged already as they are", "train_step/flush.py",
           "    if not components.reduces_each_call:\n", "    if True:\n", _SHARED_UPDATE),

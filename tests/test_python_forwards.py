@@ -326,20 +326,6 @@ def test_a_generator_of_the_program_s_is_refused(draw, way):
         trained(way, drawing(draw), squares, X)
 
 
-def test_a_deque_of_bounded_length_that_the_forward_changes_is_refused():
-    class Model(nn.Linear):
-        def __init__(self):
-            super().__init__(4, 4)
-            self.seen = collections.deque(maxlen=2)
-
-        def forward(self, x):
-            self.seen.append(x.detach().mean())
-            return super().forward(x) * sum(self.seen)
-
-    with pytest.raises(Exception, match=r"seen is a deque with a maxlen"):
-        trained("step", Model, squares, X)
-
-
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_number_that_the_objective_draws_is_one_of_python(level):
     check("step", lambda: nn.Linear(4, 4), lambda out, x: squares(out, x) * random.uniform(0.5, 1), X, level)

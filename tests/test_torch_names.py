@@ -1,4 +1,4 @@
-"""Every private name of torch is reached in one of two files, and exists."""
+"""Every private name of torch is reached in one of the files that hold them, and exists."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def private_names(tree, own):
             yield node.lineno, text.value
 
 
-def test_private_names_are_reached_in_one_file():
+def test_private_names_are_reached_in_their_files_alone():
     trees = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py")) if path not in NAMES}
     rooms = {path.parent for path in trees}
     own = {room: own_names(tree for path, tree in trees.items() if path.parent == room) for room in rooms}

@@ -8,9 +8,8 @@ from itertools import accumulate
 from torch import fx
 
 from ..graph.collectives import is_collective, is_wait
+from ..graph.marks import BUCKET
 from .flops import node_flops
-
-MARK = "apexfx_bucket"  # meta key of every node that carries a bucket: the bucket's index in the plan
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def windows(gm: fx.GraphModule) -> list[Window]:
     for node in filter(is_collective, nodes):
         wait = min((user for user in _readers(node) if is_wait(user)), key=place.__getitem__)
         begin, end = place[node], place[wait]
-        rows.append(Window(node.meta.get(MARK), node.name, before[node].name, wait.name, after[wait].name,
+        rows.append(Window(node.meta.get(BUCKET), node.name, before[node].name, wait.name, after[wait].name,
                            end - begin - 1, flops[end] - flops[begin]))
     return rows
 
@@ -58,6 +57,6 @@ def _outside(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     nearest, last = {}, nodes[0]
     for node in nodes:
         nearest[node] = last
-        if MARK not in node.meta:
+        if BUCKET not in node.meta:
             last = node
     return nearest

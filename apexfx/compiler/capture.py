@@ -22,20 +22,8 @@ from .._torch import (
     traced_value,
 )
 from ..graph.inputs import Placeholder
-from ..graph.nodes import (
-    INPUT_NAMES,
-    KIND,
-    MODULE_PATHS,
-    NAME,
-    OF_STEP,
-    OTHER_NAMES,
-    OUTSIDE_OF_MODEL,
-    REPLACED,
-    graphs,
-    set_value,
-    stack_frames,
-    value,
-)
+from ..graph.marks import INPUT_NAMES, KIND, MODULE_PATHS, NAME, OF_STEP, OTHER_NAMES, OUTSIDE_OF_MODEL, REPLACED
+from ..graph.nodes import graphs, set_value, stack_frames, value
 from .model_index import ModelIndex, role, text_name
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.

@@ -268,7 +268,9 @@ class CompiledModel:
         """Return the arguments for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
         cast = self._input_cast
         call = (_cast_call if is_inside_of_compiled() else CastCall)(args, kwargs, cast)
-        if call.tensors and not (self.config.level.half_parameters or _is_float32(model)):
+        # A layer that the user made half may be what the inputs are for.
+        if call.tensors and not self.config.level.half_parameters \
+                and {p.dtype for p in model.parameters() if p.is_floating_point()} != {torch.float32}:
             return _cast_call(args, kwargs, Cast(cast.dtype, only=()))
         for half in {tensor.dtype for _, tensor, *_ in call.tensors} - {torch.float32}:
             self.report.note(f"apexfx: inputs of {half} are brought to the parameters' {cast.dtype} before each call")
@@ -337,11 +339,6 @@ class ForwardOfClass:
 
     def __delete__(self, model: Any) -> None:
         model._apexfx_forward = None
-
-
-def _is_float32(model: nn.Module) -> bool:
-    """Whether the model has float32 parameters alone: a layer that the user made half may be what the inputs are for."""
-    return {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float32}
 
 
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:

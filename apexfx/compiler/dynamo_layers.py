@@ -70,5 +70,3 @@ LAYER_FORWARDS = {
     **{cls.forward: _with({"_detect_is_causal_mask": _as_given}, cls.forward)
        for cls in (nn.TransformerEncoder, nn.TransformerDecoder)},
 }
-# The globals of those functions, which Dynamo calls by a number of the process, by a name that is the same in all.
-SCOPES = {f"scope of {original.__qualname__}": traced.__globals__ for original, traced in LAYER_FORWARDS.items()}

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from .._torch import raised_by_op
-from ..graph.nodes import NAME, op_name, stack_frames
+from ..graph.marks import NAME
+from ..graph.nodes import op_name, stack_frames
 from ..report.data import Report
 
 # What the names of files begin with that have no lines of the user's; torchvision has.

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx, nn
 
+from ..graph.marks import NAME
 from ..graph.mutation import bodies
-from ..graph.nodes import NAME, op_name, source_line, value
+from ..graph.nodes import op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..precision.casts import dtype_of
 from ..precision.rules import lookup

@@ -14,7 +14,8 @@ from .._torch import trace_structured
 from ..buckets.windows import windows
 from ..errors import PassError
 from ..graph import invariants, order, printing
-from ..graph.nodes import PASS, count_ops, graphs
+from ..graph.marks import INSERTED_BY
+from ..graph.nodes import count_ops, graphs
 from ..passes.base import Pass, validate
 from ..precision.op_dtypes import op_dtypes
 from ..report.data import Report
@@ -102,7 +103,7 @@ class Pipeline:
             raise PassError(pass_.name, f"call() returned {result!r}, expected a PassResult")
         ms = 1e3 * (time.perf_counter() - start)
         for node in (node for graph in graphs(gm) for node in graph.graph.nodes if node not in known):
-            node.meta[PASS] = pass_.name
+            node.meta[INSERTED_BY] = pass_.name
         invariants.check(gm, pass_name=pass_.name)
         return result.modified, ms
 

@@ -22,8 +22,9 @@ from ..config import HALVES
 from ..graph.collectives import group_name, starts_collective
 from ..graph.inputs import gradient_outputs
 from ..graph.liveness import Liveness
+from ..graph.marks import KIND, NAME, TRACED_UPDATE
 from ..graph.mutation import storages, written, written_storages
-from ..graph.nodes import KIND, NAME, TRACED_UPDATE, value
+from ..graph.nodes import value
 from ..graph.printing import count_text, first_names
 from ..host_memory import free_bytes, give_back_memory
 from ..observe.beside_float64 import BesideFloat64, CallsOfCode, Handed, OpByOp
@@ -413,16 +414,14 @@ def _moved(x: Any, eps: float, generator: torch.Generator) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
         return x
     moved, most = _copy(x), 2 * max(eps, torch.finfo(x.dtype).eps)
-    return moved.copy_(x.double() * (1 + most * _noise_like(x, generator))) if _owns_memory(moved) else moved
+    if any(size > 1 and not stride for size, stride in zip(moved.shape, moved.stride())):  # several elements in one place
+        return moved
+    return moved.copy_(x.double() * (1 + most * _noise_like(x, generator)))
 
 
 def _noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
     """Return numbers between -1 and 1, in float64."""
     return torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) * 2 - 1
-
-
-def _owns_memory(x: Tensor) -> bool:
-    return all(stride or size <= 1 for size, stride in zip(x.shape, x.stride()))
 
 
 def _unproved(stage: str, error: Exception) -> _Outcome:

@@ -22,7 +22,6 @@ from .._torch import (
     is_dtensor,
     is_fsdp_source,
     is_traceable_wrapper_subclass,
-    traced_expression,
     traced_objects,
     under_fully_shard,
 )
@@ -66,13 +65,7 @@ def check_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def check_python_objects() -> None:
-    """Refuse a program that draws from a `random.Random` of its own, which Dynamo does once, and the graph holds that number, and
-    one that changes a deque with a `maxlen`, which Dynamo lets grow beyond it while it traces.
-    """
-    for source in traced_objects("DequeVariable", changed=True):
-        if getattr(traced_expression(source), "maxlen", None) is not None:
-            raise ValueError(f"apexfx: {_plain(source)} is a deque with a maxlen, which graphs do not heed; keep what it holds "
-                             "in a buffer, or append to it outside of the model and the loss")
+    """Refuse a program that draws from a `random.Random` of its own, which Dynamo does once, and the graph holds that number."""
     for source in traced_objects("RandomVariable"):
         raise ValueError(f"apexfx: {_plain(source)} is a random.Random, and a number that the forward draws from it would be the "
                          "same in every call; draw by torch, or outside and give the number as a tensor")

@@ -26,8 +26,9 @@ from .._torch_compilers import (
     without_autograd_cache,
     without_tensorify,
 )
+from ..graph.marks import NAME
 from ..graph.mutation import bodies, storages, written, written_storages
-from ..graph.nodes import NAME, argument, call, graphs, source_line, value
+from ..graph.nodes import argument, call, graphs, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.order import draws_random_numbers
 from .cache import package_digest

@@ -1,6 +1,7 @@
 """The vocabulary over fx graphs that passes share: values, new nodes, op names, mutation, collectives, printing, invariants.
 
-`nodes` comes first: every node carries its fake value in `meta["val"]`, and a new one is made by `call(..., like=node)`.
+`nodes` comes first: every node carries its fake value in `meta["val"]`, and a new one is made by `call(..., like=node)`. `marks`
+has the other keys of `meta` that are ours.
 
 Two fifths of the room (`order`, `mutation`, `shared_memory`, `unused_gradients`) keep an edited graph from training wrongly
 without a word.

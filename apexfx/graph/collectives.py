@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import OpOverload, tree_leaves
-from .nodes import PASS, argument, graphs, module_path, size_hint, value
+from .marks import INSERTED_BY
+from .nodes import argument, graphs, module_path, size_hint, value
 
 # Collectives whose result may not be read before a wait.
 _ASYNC = tuple(f"_c10d_functional::{name}" for name in (
@@ -47,7 +48,7 @@ def issued(gm: fx.GraphModule, common: Collection[str]) -> list[Any]:
     Args:
         common: the names of groups that all these ranks are in; a module's own group may have another name on another rank.
     """
-    return [[str(node.target), _carried(node) if PASS in node.meta and is_collective(node) else module_path(node),
+    return [[str(node.target), _carried(node) if INSERTED_BY in node.meta and is_collective(node) else module_path(node),
              group if group in common else "a group of the module's own"]
             for graph in graphs(gm) for node in graph.graph.nodes if (group := group_name(node))]
 
@@ -59,6 +60,11 @@ def _carried(node: fx.Node) -> list[Any]:
 def wait(result: Tensor) -> Tensor:
     """Wait for the collective that gives `result`, and return that."""
     return torch.ops._c10d_functional.wait_tensor.default(result)
+
+
+def summed(x: Tensor, group_name: str) -> Tensor:
+    """Return the sum of `x` over the ranks of a process group."""
+    return wait(torch.ops._c10d_functional.all_reduce.default(x, "sum", group_name))
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from .._torch import GradAOTOutput, PlainAOTInput
+from .marks import INPUT_NAMES, NAME
 from .mutation import writes_first
-from .nodes import INPUT_NAMES, NAME
 
 _IN_A_LOCAL = re.compile(r"^L\['\w+'\](?:\[[^\]]*\])*$")  # a local variable, or an item of one
 

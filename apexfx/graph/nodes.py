@@ -33,26 +33,8 @@ from .._torch import (
     tree_map,
     tree_unflatten,
 )
+from .marks import MODULE_PATHS, OF_STEP, OUTSIDE_OF_MODEL, RULE
 
-# Meta keys of an input: its name in the user's program; what it is, "param", "buffer", "state", "input" or "symint"; the
-# other names of a tensor that has several. Of a module: the names of all its inputs.
-NAME, KIND, OTHER_NAMES, INPUT_NAMES = "apexfx_name", "apexfx_kind", "apexfx_aliases", "apexfx_inputs"
-# Meta key of an input of a Dynamo graph in whose place, where it was found, the forward puts another tensor.
-REPLACED = "apexfx_replaced"
-# Meta key of a cast that a pass has put in: its row of the ledger.
-CAST_ROW = "apexfx_cast"
-# Meta key of a node of a Dynamo graph: all registered paths of the module, or modules, in which it was traced.
-MODULE_PATHS = "apexfx_module_paths"
-# Meta key of a training step's node that was traced in no module of the model.
-OUTSIDE_OF_MODEL = "apexfx_outside_of_model"
-# Meta key of a training step's node that is of no line of the user's: the product with the loss scale, sums of gradients.
-OF_STEP = "apexfx_of_step"
-# Meta key of a node on which the pass precision has decided: the rule's kind and family, and why it holds.
-RULE = "apexfx_rule"
-# Meta key of a gradient that an update reads which is ops of the graph.
-TRACED_UPDATE = "apexfx_traced_update"
-# Meta key: the pass that put a node in.
-PASS = "apexfx_pass"
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, OUTSIDE_OF_MODEL, OF_STEP,
                    "source_fn_stack", "seq_nr", "partitioner_tag", RULE)

@@ -18,8 +18,9 @@ from torch import Tensor, fx
 from .._torch import HigherOrderOperator, OpOverload, below_functorch, storage_address, tree_leaves
 from ..errors import PassError
 from .collectives import is_collective, is_wait
+from .marks import NAME
 from .mutation import written
-from .nodes import NAME, argument, value
+from .nodes import argument, value
 
 
 def aliases(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from .nodes import KIND, NAME
+from .marks import KIND, NAME
 
 _WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
 _FILE = re.compile(r"(^\s*# File: )(.+?)(?=:\d+ in )")

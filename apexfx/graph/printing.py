@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from .._torch import FakeTensor
-from .nodes import INPUT_NAMES, NAME, graphs, op_name, value
+from .marks import INPUT_NAMES, NAME
+from .nodes import graphs, op_name, value
 from .printed_names import in_users_names
 
 _DTYPES = {

@@ -119,14 +119,22 @@ class FusedRMSNorm(_Norm):
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """Layer norm whose output has the parameters' dtype, whatever the input's; always affine."""
+class _AlwaysAffine(_Norm):
+    """Takes no `elementwise_affine`: given at all it warns, False raises RuntimeError (as Apex)."""
 
     def __init__(
         self, normalized_shape: int | Sequence[int], eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs
     ) -> None:
-        _refuse_not_affine(type(self).__name__, kwargs)
+        if "elementwise_affine" in kwargs:
+            name = type(self).__name__
+            warnings.warn(f"{name} is always affine and takes no `elementwise_affine` argument", stacklevel=2)
+            if not kwargs.pop("elementwise_affine"):
+                raise RuntimeError(f"{name} does not support elementwise_affine=False; use {name.removeprefix('Mixed')}")
         super().__init__(normalized_shape, eps, True, memory_efficient, **kwargs)
+
+
+class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
+    """Layer norm whose output has the parameters' dtype, whatever the input's; always affine."""
 
     def forward(self, input: Tensor) -> Tensor:
         return mixed_dtype_fused_layer_norm_affine(
@@ -134,14 +142,8 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         )
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
     """RMS norm whose output has the weight's dtype, whatever the input's; always affine."""
-
-    def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs
-    ) -> None:
-        _refuse_not_affine(type(self).__name__, kwargs)
-        super().__init__(normalized_shape, eps, True, memory_efficient, **kwargs)
 
     def forward(self, input: Tensor) -> Tensor:
         return mixed_dtype_fused_rms_norm_affine(
@@ -168,12 +170,3 @@ class FastLayerNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tensors = cast_to_autocast_dtype(x, self.weight, self.bias)
         return FastLayerNormFN.apply(*tensors, self.epsilon, self.memory_efficient)
-
-
-def _refuse_not_affine(name: str, kwargs: dict) -> None:
-    """Take `elementwise_affine` out of `kwargs`: given at all it warns, False raises RuntimeError (as Apex)."""
-    if "elementwise_affine" not in kwargs:
-        return
-    warnings.warn(f"{name} is always affine and takes no `elementwise_affine` argument", stacklevel=3)
-    if not kwargs.pop("elementwise_affine"):
-        raise RuntimeError(f"{name} does not support elementwise_affine=False; use {name.removeprefix('Mixed')}")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._torch import OpOverload
-from ..graph.nodes import KIND, NAME, module_path, op_name, source_line
+from ..graph.marks import KIND, NAME
+from ..graph.nodes import module_path, op_name, source_line
 
 NAMESPACES = frozenset(("aten", "prims", "apexfx", "_c10d_functional", "mkldnn", "quantized"))
 _FILES = frozenset(("aten::from_file", "aten::save"))  # reads and writes a file that it is given the name of

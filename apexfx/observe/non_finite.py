@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import tree_leaves
-from ..graph.nodes import KIND, NAME, module_path, op_name, source_line
+from ..graph.marks import IN_BACKWARD, KIND, NAME
+from ..graph.nodes import module_path, op_name, source_line
 
-BACKWARD = "apexfx_backward"  # marks nodes of a backward, in their meta["custom"]
 _NAN, _INF, _MINUS_INF = "nan", "inf", "-inf"
 _KINDS = {"param": "parameter", "buffer": "buffer", "input": "input"}
 
@@ -120,7 +120,7 @@ class NonFinite:
 
 def is_of_backward(node: fx.Node) -> bool:
     """Return whether a node is marked as one of a backward."""
-    return bool((node.meta.get("custom") or {}).get(BACKWARD))
+    return bool((node.meta.get("custom") or {}).get(IN_BACKWARD))
 
 
 def kinds_of(result: Any) -> dict[str, torch.dtype]:

@@ -13,9 +13,10 @@ from tabulate import tabulate
 from torch import Tensor, fx
 
 from .._torch import tree_leaves
+from ..graph.marks import OP_DTYPE
 from ..graph.nodes import module_path, op_name, source_line, value
 from ..graph.printing import count_text, short_dtype
-from ..precision.op_dtypes import OP, OpDtype
+from ..precision.op_dtypes import OpDtype
 from .non_finite import Finding, is_of_backward
 from .reference import NodeErrors, Reference, relative
 
@@ -209,7 +210,7 @@ def rows_of(graph: fx.Graph, ops: Mapping[str, OpDtype | None], reference: Refer
     """Return the rows of a graph's ops, the most to blame first.
 
     Args:
-        graph: of ops of aten, marked by `mark_ops` and by `BACKWARD`.
+        graph: of ops of aten, marked by `mark_ops` and by `IN_BACKWARD`.
         ops: the rows of the forward that it was lowered from, by `OpDtype.node`; None for one that is to be left out.
         reference: that has observed a run.
         contributions: of `reference`; {} where they are not known.
@@ -328,8 +329,8 @@ def ops_of(graph: fx.Graph, casts: Collection[str] = ()) -> dict[fx.Node, tuple[
                 belongs.update({node: belongs[last]} if last in belongs else {})
             elif number in forward:
                 belongs[node] = belongs[_narrowed_by(forward[number], belongs, casts)][0], "backward"
-        elif OP in custom:
-            belongs[node] = custom[OP], "forward"
+        elif OP_DTYPE in custom:
+            belongs[node] = custom[OP_DTYPE], "forward"
             forward.setdefault(number, node)
     return belongs
 

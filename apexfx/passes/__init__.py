@@ -78,11 +78,6 @@ class Context:
         tensors = [p for p in self.placeholders if p.device is not None]
         return [p.device for p in tensors if p.kind == "param"] or [p.device for p in tensors]
 
-    @property
-    def device(self) -> torch.device:
-        """The first of `devices`."""
-        return next(iter(self.devices), torch.device("cpu"))
-
 
 @dataclass(frozen=True)
 class Row:

@@ -15,11 +15,12 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..buckets.bucket import dim_order
 from ..buckets.plan import Bucket, BucketPlan, BucketSlot, GradientSpec, given_plan, plan_buckets
-from ..buckets.windows import MARK, windows
+from ..buckets.windows import windows
 from ..config import HALVES, BucketConfig
 from ..distributed.agreement import TRAINED
 from ..errors import PassError
 from ..graph.inputs import Placeholder, gradient_list, gradients, replace_gradients
+from ..graph.marks import AFTER_BACKWARD, BUCKET
 from ..graph.nodes import CASTS, before_upcast, call, fake_mode, value
 from ..graph.printed_names import identifier
 from ..graph.printing import count_text, short_dtype
@@ -29,8 +30,6 @@ from .base import Pass
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 prims = torch.ops.prims
-
-DELAYED = "apexfx_delayed"  # meta key of an allreduce that is to start after all of backward
 
 
 @dataclass
@@ -212,7 +211,7 @@ class Emitter:
                 self.call(index, torch.ops.apexfx.ranks_agreed.default, (flat, self.plan.group_name), like=last)
             started = self.reduce(index, flat, like=last)
         if bucket.start == "end":
-            started.meta[DELAYED] = True
+            started.meta[AFTER_BACKWARD] = True
         self.tail = started
         return started
 
@@ -295,7 +294,7 @@ class Emitter:
     def call(self, index: int, target: Any, args: tuple[Any, ...], *, like: fx.Node, name: str | None = None) -> fx.Node:
         """Insert a node that carries a bucket."""
         node = call(self.graph, target, args, like=like, mode=self.mode, name=name)
-        node.meta[MARK] = index
+        node.meta[BUCKET] = index
         return node
 
 
@@ -310,4 +309,4 @@ def _parts(dtype: torch.dtype) -> int:
 
 
 def _is_bucketed(gm: fx.GraphModule) -> bool:
-    return any(MARK in node.meta for node in gm.graph.nodes)
+    return any(BUCKET in node.meta for node in gm.graph.nodes)

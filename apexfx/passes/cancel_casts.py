@@ -11,8 +11,9 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..graph.gradient_modes import ON, gradient_modes
+from ..graph.marks import CAST_ROW, NAME
 from ..graph.mutation import bodies, storages, written
-from ..graph.nodes import CAST_ROW, NAME, value
+from ..graph.nodes import value
 from ..precision.casts import RemovedCast, dtype_of, is_inserted_cast, ledger_row, user_cast
 from ..precision.rules import FLOATS
 from ..report.records import Artifacts

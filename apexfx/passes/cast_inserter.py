@@ -13,8 +13,9 @@ from .._torch import HigherOrderOperator, below_functorch, free_unbacked_symbols
 from ..config import HALVES
 from ..errors import PassError
 from ..graph.gradient_modes import gradient_modes
+from ..graph.marks import RULE
 from ..graph.mutation import body_of, storages, written, written_storages
-from ..graph.nodes import RULE, call, evaluate, op_name, set_value, signature, value
+from ..graph.nodes import call, evaluate, op_name, set_value, signature, value
 from ..graph.op_names import canonical_name
 from ..precision import argument_marks
 from ..precision.casts import CastRow, dtype_of, insert_cast, insert_limits, is_inserted_cast, ledger_row, user_cast

@@ -13,8 +13,9 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..graph.gradient_modes import ON, gradient_modes
 from ..graph.inputs import Placeholder, apply_node, written_parameter
+from ..graph.marks import NAME
 from ..graph.mutation import storages, written_storages
-from ..graph.nodes import NAME, call, evaluate, fake_mode, set_value, value
+from ..graph.nodes import call, evaluate, fake_mode, set_value, value
 from ..graph.printed_names import identifier
 from ..graph.printing import count_text
 from ..precision.casts import is_inserted_cast

@@ -12,13 +12,12 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..graph.collectives import is_wait
+from ..graph.marks import BUCKET_OF_ROWS, MAKES_WHOLE
 from ..graph.mutation import written
 from ..graph.nodes import inline, value
 from ..graph.order import dependencies, move_up
 from ..graph.printing import count_text
-from ..report.memory import WHOLE
 from .base import Pass
-from .scatter_gradients import ROWS
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -53,9 +52,9 @@ class GatherUpdated(Pass):
     def call(self, gm: fx.GraphModule) -> PassResult:
         buckets: dict[Any, list[fx.Node]] = defaultdict(list)
         for rows in gm.graph.nodes:
-            is_gathered = any(WHOLE in user.meta for user in rows.users)
-            if ROWS in rows.meta and not is_gathered and any(rows in written(user) for user in rows.users):
-                buckets[rows.meta[ROWS], value(rows).dtype].append(rows)
+            is_gathered = any(MAKES_WHOLE in user.meta for user in rows.users)
+            if BUCKET_OF_ROWS in rows.meta and not is_gathered and any(rows in written(user) for user in rows.users):
+                buckets[rows.meta[BUCKET_OF_ROWS], value(rows).dtype].append(rows)
         if not buckets:
             return PassResult(gm, False)
         updates = {key: max(user for rows in members for user in rows.users) for key, members in buckets.items()}
@@ -76,7 +75,7 @@ class GatherUpdated(Pass):
         nodes = [node for node in graph.nodes if node not in before]
         for node in nodes:
             if node.target is not _COPY:
-                node.meta[WHOLE] = True
+                node.meta[MAKES_WHOLE] = True
         place = next(place for place, node in enumerate(nodes) if is_wait(node))
         self.record(nodes[place - 1], f"{count_text(len(rows), 'parameter')} behind {update.name}")
         return nodes[:place], nodes[place:]

@@ -10,8 +10,9 @@ from torch import fx
 
 from .._torch import HigherOrderOperator, set_grad_enabled
 from ..config import HALVES
+from ..graph.marks import KIND, OUTSIDE_OF_MODEL, REPLACED
 from ..graph.mutation import body_of, statistics, storages, written_storages
-from ..graph.nodes import KIND, OUTSIDE_OF_MODEL, REPLACED, argument, evaluate, set_value, value
+from ..graph.nodes import argument, evaluate, set_value, value
 from ..graph.op_names import canonical_name, is_foreign
 from ..precision.casts import dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
 from ..precision.policy import Policy, additive_mask

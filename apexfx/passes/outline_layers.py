@@ -16,8 +16,9 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import HigherOrderOperator, OpOverload, free_unbacked_symbols, tree_leaves
 from ..graph.collectives import group_name, is_wait
+from ..graph.marks import INSERTED_BY, NAME
 from ..graph.mutation import written
-from ..graph.nodes import NAME, PASS, inherit, op_name, set_value, value
+from ..graph.nodes import inherit, op_name, set_value, value
 from ..graph.order import dependencies, draws_random_numbers
 from ..graph.printing import first_names
 from ..graph.repeats import Repeat, make_room, num_saved, repeats, viewed
@@ -102,7 +103,7 @@ class OutlineLayers(Pass):
 
 def _may_repeat(node: fx.Node) -> bool:
     """Return whether a node computes tensors of tensors, and does nothing else."""
-    if node.op != "call_function" or node.meta.get(PASS) in _UPDATES or op_name(node) == _SEED:  # of which each copy has its own
+    if node.op != "call_function" or node.meta.get(INSERTED_BY) in _UPDATES or op_name(node) == _SEED:  # each copy has its own
         return False
     leaves = tree_leaves(value(node))
     if not leaves or not all(isinstance(leaf, torch.Tensor | None) and not free_unbacked_symbols(leaf) for leaf in leaves):

@@ -12,8 +12,9 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..config import HALVES, OptLevel
+from ..graph.marks import CAST_ROW, KIND, NAME, OF_STEP
 from ..graph.mutation import bodies
-from ..graph.nodes import CAST_ROW, KIND, NAME, OF_STEP, fake_mode, module_paths, op_name, source_line, value
+from ..graph.nodes import fake_mode, module_paths, op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.printing import first_names
 from ..precision.casts import CastRow, dtype_of

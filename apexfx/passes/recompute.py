@@ -14,6 +14,7 @@ from .._torch import OpOverload
 from ..graph.collectives import is_wait
 from ..graph.inputs import Placeholder
 from ..graph.liveness import Liveness
+from ..graph.marks import COMPUTED_AGAIN
 from ..graph.mutation import written
 from ..graph.nodes import call, fake_mode
 from ..graph.order import aliases
@@ -28,7 +29,6 @@ _CHEAP = (aten._to_copy.default, torch.ops.prims.convert_element_type.default, a
 _LONGEST_CHAIN = 16  # ops that are computed again for one value
 _SMALL = 1e-5  # of the peak: not worth a second computation
 _MOST_READ = 1.5  # bytes that are read again for each that is freed, where no budget is set
-_AGAIN = "apexfx_computed_again"  # meta key of a copy
 
 
 class Recompute(Pass):
@@ -112,7 +112,7 @@ class _Peak:
         """Return the memory that is filled before the peak and read behind it, in the order of the graph."""
         lives, kinds, sizes = self.graph.lives, self._kinds, self.graph.sizes
         return [memory for memory, nodes in self._in.items() if lives[memory][0] <= self._at < lives[memory][1]
-                and memory not in kinds and sizes[memory] > _SMALL * self.bytes and _AGAIN not in nodes[0].meta]
+                and memory not in kinds and sizes[memory] > _SMALL * self.bytes and COMPUTED_AGAIN not in nodes[0].meta]
 
     def chain(self, memory: int, *, at_any_cost: bool) -> list[fx.Node]:
         """Return the nodes to compute again for the readers of `memory` behind the peak, in order; [] where that cannot be, or
@@ -137,7 +137,7 @@ class _Peak:
         with readers[0][0].graph.inserting_before(readers[0][0]):
             for node in chain:
                 copies[node] = self._copy(node, copies)
-                copies[node].meta[_AGAIN] = True
+                copies[node].meta[COMPUTED_AGAIN] = True
         for reader, source in readers:
             reader.replace_input_with(source, copies[source])
         for node in reversed(chain):

@@ -14,10 +14,10 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..buckets.bucket import Bucket, BucketSlot, GradientSpec
 from ..buckets.plan import BucketPlan
-from ..buckets.windows import MARK
 from ..graph.collectives import is_wait
 from ..graph.inputs import apply_node, scatter_node
-from ..graph.nodes import NAME, call, inline, value
+from ..graph.marks import BUCKET, BUCKET_OF_ROWS, NAME
+from ..graph.nodes import call, inline, value
 from ..graph.printed_names import identifier
 from ..ops.apply_gradients import plan_of
 from ..ops.own_rows import has_rows, span
@@ -25,8 +25,7 @@ from .bucket_allreduce import BucketAllreduce, Emitter, gradient_name
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 own_rows = torch.ops.apexfx.own_rows.default
-ROWS = "apexfx_rows"  # meta key of the rows of a parameter, which are updated in its place: the index of their bucket
-_EARLIER = -1  # in its place: earlier calls alone have a gradient
+_EARLIER = -1  # in the place of a bucket: earlier calls alone have a gradient
 
 
 class ScatterGradients(BucketAllreduce):
@@ -89,7 +88,7 @@ class ScatterGradients(BucketAllreduce):
             buckets: of the parameters whose gradients were added to those of earlier calls.
         """
         node = apply_node(gm)
-        first_wait = next((wait for wait in gm.graph.nodes if is_wait(wait) and MARK in wait.meta), node)  # sums travel meanwhile
+        first_wait = next((wait for wait in gm.graph.nodes if is_wait(wait) and BUCKET in wait.meta), node)  # sums travel
         params, whole = list(node.args[0]), plan_of(node.args[3]).whole
         for place, gradient in enumerate(node.args[1]):
             if place in whole or not has_rows(value(p := params[place])):
@@ -99,7 +98,7 @@ class ScatterGradients(BucketAllreduce):
                                      name=f"{identifier(p.meta[NAME])}_rows")
             params[place].meta[NAME] = p.meta[NAME]
             if gradient is not None:
-                params[place].meta[ROWS] = gradient.meta.get(MARK, buckets.get(p, _EARLIER))
+                params[place].meta[BUCKET_OF_ROWS] = gradient.meta.get(BUCKET, buckets.get(p, _EARLIER))
         node.args = (params, *node.args[1:])
 
 
@@ -110,7 +109,7 @@ def _take_apart(node: fx.Node) -> dict[fx.Node, int]:
         item.replace_all_uses_with(reduced[item.args[1]][1])
         node.graph.erase_node(item)
     node.graph.erase_node(node)
-    return {p: gradient.meta[MARK] for p, gradient in reduced if MARK in gradient.meta}
+    return {p: gradient.meta[BUCKET] for p, gradient in reduced if BUCKET in gradient.meta}
 
 
 class _RowsEmitter(Emitter):

@@ -27,10 +27,10 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..buckets.windows import windows
 from ..graph.collectives import is_collective, is_wait
+from ..graph.marks import AFTER_BACKWARD
 from ..graph.order import dependencies
 from ..graph.printing import count_text
 from .base import Pass
-from .bucket_allreduce import DELAYED
 
 _NEVER = math.inf  # the urgency of a node that no collective needs
 
@@ -89,7 +89,7 @@ class _Scheduler:
         self.urgency = self._urgency()
 
     def _urgency(self) -> dict[fx.Node, float]:
-        collectives = [node for node in self.body if is_collective(node) and DELAYED not in node.meta]
+        collectives = [node for node in self.body if is_collective(node) and AFTER_BACKWARD not in node.meta]
         urgency: dict[fx.Node, float] = {node: float(index) for index, node in enumerate(collectives)}
         for node in reversed(self.body):
             own = min((urgency[user] for user in self.users[node]), default=_NEVER)

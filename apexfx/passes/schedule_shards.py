@@ -12,13 +12,12 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.windows import MARK
 from ..graph.collectives import is_wait
 from ..graph.inputs import Placeholder
-from ..graph.nodes import CASTS, NAME, call, fake_mode
+from ..graph.marks import BUCKET, MAKES_WHOLE, NAME
+from ..graph.nodes import CASTS, call, fake_mode
 from ..graph.order import aliases, dependencies, move_up
 from ..observe.non_finite import is_of_backward
-from ..report.memory import WHOLE
 from .base import Pass
 from .gather_shards import ShardGroup
 
@@ -73,7 +72,7 @@ class ScheduleShards(Pass):
         sums = list(_sums(gm, self.group_name))
         for index, reduced in enumerate(sums):
             for node in reduced.nodes:
-                node.meta[MARK] = index
+                node.meta[BUCKET] = index
             reduced.wait_late()
         for reduced, later in itertools.pairwise(sums):
             move_up(reduced.waiting, later.start, behind)
@@ -143,21 +142,19 @@ class _Sum:
             first.prepend(node)
 
 
-def _is_gather(node: fx.Node) -> bool:
-    return node.target is c10d.all_gather_into_tensor.default and node.args[0].target is torch.ops.apexfx.flatten_bucket.default
-
-
 def _gathers(gm: fx.GraphModule, group_name: str) -> list[_Gather]:
     found = []
-    for start in [node for node in gm.graph.nodes if _is_gather(node) and node.args[2] == group_name]:
+    for start in gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
         flat = start.args[0]
+        if flat.target is not torch.ops.apexfx.flatten_bucket.default or start.args[2] != group_name:
+            continue
         sources = list(flat.args[0])
         casts = [source for source in sources if source.op != "placeholder"]
         rows = [source if source.op == "placeholder" else source.args[0] for source in sources]
         [wait] = [user for user in start.users if is_wait(user)]
         nodes = [*casts, flat, start, wait, *_followers(wait, (*_COPIES, aten._unsafe_view.default))]
         for node in nodes:
-            node.meta[WHOLE] = True
+            node.meta[MAKES_WHOLE] = True
         found.append(_Gather(start, wait, nodes, [row.meta[NAME] for row in rows]))
     return found
 

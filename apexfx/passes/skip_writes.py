@@ -10,11 +10,11 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..errors import PassError
+from ..graph.marks import KIND, NAME, SKIP_VERDICT
 from ..graph.mutation import storages, written
-from ..graph.nodes import KIND, NAME, fake_mode, inline, value
+from ..graph.nodes import fake_mode, inline, value
 from ..ops.apply_gradients import is_skipped, unless
 from .base import Pass
-from .unscale_clip_update import VERDICT
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ class SkipWrites(Pass):
     needs = ("unscale_clip_update",)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        verdict = next((node for node in gm.graph.nodes if node.meta.get(VERDICT)), None)
+        verdict = next((node for node in gm.graph.nodes if node.meta.get(SKIP_VERDICT)), None)
         if verdict is None:
             return PassResult(gm, False)
         inputs = [node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get(KIND) != "state"]

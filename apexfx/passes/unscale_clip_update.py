@@ -11,13 +11,12 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..config import HALVES
 from ..graph.inputs import apply_node, trained_inputs
+from ..graph.marks import SKIP_VERDICT, TRACED_UPDATE
 from ..graph.mutation import storages, written_storages
-from ..graph.nodes import CASTS, TRACED_UPDATE, before_upcast, call, fake_mode, inline, insert_after, value
+from ..graph.nodes import CASTS, before_upcast, call, fake_mode, inline, insert_after, value
 from ..ops.apply_gradients import Plan, plan_of
 from ..optimizers.end_of_step import run_parts
 from .base import Pass
-
-VERDICT = "apexfx_verdict"  # meta key of the node that is not 0 where a step is skipped; False where none ever is
 
 
 class UnscaleClipUpdate(Pass):
@@ -65,7 +64,7 @@ class UnscaleClipUpdate(Pass):
             traced = any(part.is_traced for part in plan.updates)
             verdict, norm, gradients = inline(gm.graph, run_parts, (plan, params, own, slots, *count), like=node, mode=mode,
                                               decompositions=self._decompositions() if traced else {})
-        verdict.meta[VERDICT] = bool(count) or any(part.may_skip for part in plan.parts)
+        verdict.meta[SKIP_VERDICT] = bool(count) or any(part.may_skip for part in plan.parts)
         for user in list(node.users):
             place = user.args[1]
             if place == 2:

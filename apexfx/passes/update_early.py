@@ -14,8 +14,8 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._torch import OpOverload
 from ..buckets.flops import is_product
 from ..buckets.plan import default_message_size
-from ..buckets.windows import MARK
 from ..graph.collectives import is_collective, is_wait
+from ..graph.marks import BUCKET
 from ..graph.nodes import call, fake_mode, size_hint, value
 from ..graph.order import dependencies, move_up
 from ..graph.printing import count_text
@@ -46,7 +46,7 @@ class UpdateEarly(Pass):
     def call(self, gm: fx.GraphModule) -> PassResult:
         before = list(gm.graph.nodes)
         parts = [part for update in before if _may_be_early(update) for part in _split(update)]
-        starts = [node for node in before if is_collective(node) and MARK in node.meta]
+        starts = [node for node in before if is_collective(node) and BUCKET in node.meta]
         behind = dependencies(gm.graph)
         last = [move_up(*_wanted(part, starts), behind) for part in reversed(parts)]  # or those behind one node change places
         if list(gm.graph.nodes) == before:
@@ -104,7 +104,7 @@ def _parts(update: fx.Node) -> Iterator[list[int]]:
     part: list[int] = []
     for i in sorted(range(len(gradients)), key=gradients.__getitem__):
         if part:
-            bucket, before = gradients[i].meta.get(MARK), gradients[part[-1]].meta.get(MARK)
+            bucket, before = gradients[i].meta.get(BUCKET), gradients[part[-1]].meta.get(BUCKET)
             if bucket != before or bucket is None and sum(numels[k] for k in part) >= limit:
                 yield part
                 part = []
@@ -139,7 +139,7 @@ def _waited(gradients: Sequence[fx.Node]) -> set[fx.Node]:
 
     def look(node: fx.Node) -> bool:
         if node not in from_wait:
-            from_wait[node] = is_wait(node) or MARK in node.meta and any([look(source) for source in node.all_input_nodes])
+            from_wait[node] = is_wait(node) or BUCKET in node.meta and any([look(source) for source in node.all_input_nodes])
         return from_wait[node]
 
     for gradient in gradients:

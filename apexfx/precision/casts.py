@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..graph.nodes import NAME, RULE, call, module_path, size_hint, source_line, value
+from ..graph.marks import NAME, RULE
+from ..graph.nodes import call, module_path, size_hint, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.printed_names import users_name
 from ..graph.printing import short_dtype

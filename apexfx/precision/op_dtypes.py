@@ -10,20 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import tree_leaves
+from ..graph.marks import CAST_ROW, KIND, NAME, OP_DTYPE, OTHER_NAMES, OUTSIDE_OF_MODEL, RULE
 from ..graph.mutation import body_of, named_bodies
-from ..graph.nodes import (
-    CAST_ROW,
-    KIND,
-    NAME,
-    OTHER_NAMES,
-    OUTSIDE_OF_MODEL,
-    RULE,
-    module_path,
-    module_paths,
-    op_name,
-    source_line,
-    value,
-)
+from ..graph.nodes import module_path, module_paths, op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.printing import short_dtype, size_text
 from .casts import CastRow, dtype_of, is_inserted_cast
@@ -31,7 +20,6 @@ from .policy import NOTHING_TO_COMPUTE
 from .rules import MIXED, RULES, lookup
 
 _BY_RULE = ("half", "float", "banned", "dtype", "batch_norm", "captured")  # the rule alone says in which dtype the op computes
-OP = "apexfx_op"  # key of a node's meta["custom"], which what it is lowered to has too: the `OpDtype.node` that it belongs to
 FOLLOWS = "follows "  # how the reason of an op begins that has the dtype of its input
 _SKIPPED = "no rule was applied: the pass precision was left out, or another pass put the op there"
 
@@ -130,11 +118,11 @@ def mark_ops(gm: fx.GraphModule) -> None:
     """Have each node, and so what it is lowered to, say in its meta which row of `op_dtypes` it is, or was cast for."""
     for prefix, body in named_bodies(gm):
         for node in reversed(body.graph.nodes):
-            user = next((user for user in node.users if OP in (user.meta.get("custom") or {})), None)
+            user = next((user for user in node.users if OP_DTYPE in (user.meta.get("custom") or {})), None)
             if is_inserted_cast(node) and user is not None:
-                node.meta["custom"] = {**(node.meta.get("custom") or {}), OP: user.meta["custom"][OP]}
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), OP_DTYPE: user.meta["custom"][OP_DTYPE]}
             elif _is_op(node) and node.target is not torch.autograd.grad:
-                node.meta["custom"] = {**(node.meta.get("custom") or {}), OP: prefix + node.name}
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), OP_DTYPE: prefix + node.name}
 
 
 def _is_op(node: fx.Node) -> bool:

@@ -15,8 +15,9 @@ from torch import fx
 
 from .._torch import tree_leaves
 from ..config import HALVES, OptLevel
+from ..graph.marks import KIND, NAME, OF_STEP, OTHER_NAMES, OUTSIDE_OF_MODEL
 from ..graph.mutation import body_of
-from ..graph.nodes import KIND, NAME, OF_STEP, OTHER_NAMES, OUTSIDE_OF_MODEL, argument, module_paths, op_name
+from ..graph.nodes import argument, module_paths, op_name
 from ..graph.op_names import canonical_name
 from . import argument_marks
 from .rules import ADDITIVE_MASKS, FLOATS, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, decide, lookup

@@ -12,9 +12,9 @@ from tabulate import tabulate
 from torch import Tensor, fx
 
 from .._torch import OpOverload, tree_leaves
-from ..buckets.windows import MARK
 from ..graph.inputs import Placeholder
 from ..graph.liveness import Liveness
+from ..graph.marks import BUCKET, MAKES_WHOLE
 from ..graph.nodes import value
 from ..graph.printing import describe_value, size_text
 from .fold_repeats import fold, group, pieces
@@ -24,7 +24,6 @@ from .node_places import NodePlaces
 ACTIVATIONS = "activations"
 KINDS = {"parameters": "P", "buffers": "B", "optimizer state": "S", "inputs": "I", ACTIVATIONS: "a", "gradients": "G"}
 _OF_PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer state"}
-WHOLE = "apexfx_whole"  # meta key of a node that makes whole parameters of what each rank has of them
 _ROWS, _WIDTH = 24, 60
 _MAX_TENSORS = 5  # rows
 
@@ -179,7 +178,7 @@ def kinds_of_memory(gm: fx.GraphModule, liveness: Liveness, placeholders: Sequen
         kind = _OF_PLACEHOLDERS.get(placeholder.kind if placeholder is not None else "", "inputs")
         kinds.update(dict.fromkeys(liveness.of(node), kind))
     for node in liveness.nodes:
-        if WHOLE in node.meta:
+        if MAKES_WHOLE in node.meta:
             kinds.update((memory, "parameters") for memory in liveness.of(node) if memory not in kinds)
         for gradient in _gradients(node):
             for memory in liveness.of(gradient):
@@ -189,9 +188,9 @@ def kinds_of_memory(gm: fx.GraphModule, liveness: Liveness, placeholders: Sequen
 
 def _gradients(node: fx.Node) -> list[fx.Node]:
     """Return the gradients that a node takes or makes."""
-    nodes: list[Any] = [node] if MARK in node.meta else []
+    nodes: list[Any] = [node] if BUCKET in node.meta else []
     if isinstance(node.target, OpOverload) and node.target.namespace == "apexfx":
         names = [argument.name for argument in node.target._schema.arguments]
         nodes += tree_leaves([tensors for name, tensors in zip(names, node.args) if name in ("grads", "tensors") and
-                              (name == "grads" or MARK in node.meta)])
+                              (name == "grads" or BUCKET in node.meta)])
     return [node for node in nodes if isinstance(node, fx.Node)]

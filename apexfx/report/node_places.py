@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..buckets.flops import node_flops
+from ..graph.marks import INSERTED_BY
 from ..graph.mutation import named_bodies
-from ..graph.nodes import PASS, module_path, op_name, source_line
+from ..graph.nodes import module_path, op_name, source_line
 
 
 @dataclass
@@ -75,9 +76,9 @@ def _of_backward(node: fx.Node, forward: Mapping[int, tuple[str, str]],
     if stack := node.meta.get("fwd_nn_module_stack"):
         return next(reversed(stack.values()))[0], ""
     summed = next((backward[source] for source in reversed(node.all_input_nodes) if source in backward), None)
-    if summed is not None and _op(node) == "aten.add" and PASS not in node.meta:
+    if summed is not None and _op(node) == "aten.add" and INSERTED_BY not in node.meta:
         return summed
-    if node.meta.get("autograd_backward") or node.meta.get(PASS) == "recompute":
+    if node.meta.get("autograd_backward") or node.meta.get(INSERTED_BY) == "recompute":
         return forward.get(node.meta.get("seq_nr"), ("", ""))
     return None
 
@@ -91,7 +92,7 @@ def _op(node: fx.Node) -> str:
 def _describe(places: NodePlaces, node: fx.Node, name: str, line: str) -> None:
     lowered = node.meta.get("from_node")
     places.ops[name] = _op(node)
-    for kind, text in ((places.lines, line), (places.passes, node.meta.get(PASS)),
+    for kind, text in ((places.lines, line), (places.passes, node.meta.get(INSERTED_BY)),
                        (places.sources, lowered[0].name if lowered else None)):
         if text:
             kind[name] = text

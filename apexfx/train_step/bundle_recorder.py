@@ -40,7 +40,7 @@ class BundleRecorder:
     def record(self, path: Path) -> None:
         """Write a bundle of the last call; errors as of `TrainStep.record`."""
         if self._agreement is not None:
-            self._agreement.ensure("call that record() writes a bundle of", [self._state.num_calls])
+            self._agreement.ensure("call that record() writes a bundle of", [self._state.call_number])
         self._write(lambda: path)
 
     def record_where_skipped(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import tensor_version, tree_leaves
+from .._torch import tree_leaves, versions
 from .._torch_compilers import not_traced
 from ..buckets.eager_reduce import averaged_copies
 from ..compiler.compiled_model import CompiledModel
@@ -29,7 +29,7 @@ from .components import Components
 from .function import apply_average, compute_gradients
 from .leaves import check_leaves, leaves_of
 from .mean import Mean, Weighted, weigh
-from .step_graphs import StepGraphs, grad_versions
+from .step_graphs import StepGraphs
 from .step_inputs import StepInputs
 
 
@@ -92,13 +92,13 @@ class StepInPieces(StepGraphs):
     def _gradients(self, pieces: _CompiledForward, inputs: StepInputs, batch: tuple[Any, ...],
                    named: dict[str, Any], *, ends: bool) -> tuple[Tensor, Any, list[Tensor | None], Weighted | None]:
         """Run forward and backward; a failure changes nothing but what the forward has written."""
-        before, grads_before = self._versions(), grad_versions(inputs.params)
+        before, grads_before = self._versions(), versions(p.grad for p in inputs.params)
         trained, of_batch = set(map(id, inputs.params)), {
             id(x) for x in tree_leaves((batch, named)) if not isinstance(x, nn.Parameter)}
 
         def differentiate(loss: Tensor, params: list[Tensor]) -> list[Tensor | None]:
             """Run the backward as a loop would: a reentrant checkpoint gives `torch.autograd.grad` no gradients of parameters."""
-            if grad_versions(params) != grads_before:
+            if versions(p.grad for p in params) != grads_before:
                 raise calls_backward()
             if not loss.requires_grad:
                 raise untrainable_loss()
@@ -119,7 +119,7 @@ class StepInPieces(StepGraphs):
             if inputs.calls > 1 and groups.gradients is None and groups.batch_norm is not None and groups.batch_norm.size() > 1:
                 raise counts_apart()
             if self._components.agreement is not None and inputs.group is not None:
-                counts = f"counts of the loss after call {self._state.num_calls}"
+                counts = f"counts of the loss after call {self._state.call_number}"
                 self._components.agreement.ensure("training step in pieces", [counts])
             with explained(groups.gradients, "the counts of the loss"):
                 return weigh(mean, *args, ends=ends)
@@ -136,9 +136,9 @@ class StepInPieces(StepGraphs):
                 raise sparse_gradient(self._state.now.names[id(p)])
         return loss, rest, grads, weighted
 
-    def _versions(self) -> list[tuple[int, int]]:
-        return [(id(t), tensor_version(t)) for each in (self._components.model, self._components.objective_modules)
-                for t in (*each.parameters(), *each.buffers())]
+    def _versions(self) -> list[Any]:
+        return versions(t for each in (self._components.model, self._components.objective_modules)
+                        for t in (*each.parameters(), *each.buffers()))
 
 
 class _CompiledForward:

@@ -6,7 +6,6 @@ An update that is skipped changes nothing, so that its graph can be computed onc
 from __future__ import annotations
 
 import contextlib
-import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import tensor_version, tree_leaves, tree_map
+from .._torch import tree_leaves, tree_map, versions
 from ..compiler.traced import Traced
-from ..graph.nodes import KIND, NAME
+from ..graph.marks import KIND, NAME
 from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
@@ -49,14 +48,12 @@ class LastCall:
 
     def end(self) -> None:
         """Take the batch as it is now for that of the call, which has ended: a step that is skipped takes its own writes back."""
-        self._tensors = self._tensors_now()
-        self._versions = [tensor_version(tensor) for tensor in self._tensors]
+        self._tensors = self._tensors_now()  # kept, for their ids to stay their own
+        self._versions = versions(self._tensors)
 
     def batch_has_changed(self) -> bool:
         """Return whether a tensor of the batch was written since, or one is in the place of another."""
-        now = self._tensors_now()
-        return len(now) != len(self._tensors) or not all(map(operator.is_, now, self._tensors)) \
-            or [tensor_version(tensor) for tensor in now] != self._versions
+        return versions(self._tensors_now()) != self._versions
 
     @contextlib.contextmanager
     def random_state(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from ..graph.collectives import group_name, wait
+from ..graph.collectives import group_name, summed
 from ..graph.nodes import graphs
 from ..graph.printing import count_text
 from ..optimizers.update import kind_of
@@ -124,8 +124,8 @@ def weigh(mean: Mean, before: Tensor | None, group: str | None, factor: int, *, 
         sums, counts = sums + before[:1], counts + before[1:2]
     own = [sums, counts]
     if group is not None:  # two: what is divided by is known before the forward, and hides behind it
-        counts = wait(torch.ops._c10d_functional.all_reduce.default(counts, "sum", group))
-        sums = wait(torch.ops._c10d_functional.all_reduce.default(sums, "sum", group)) if ends else sums
+        counts = summed(counts, group)
+        sums = summed(sums, group) if ends else sums
     if before is not None and not ends:  # a rank without a count of its own may have gradients of what others have counted
         counts = torch.maximum(counts, before[2:])
         factor = 1

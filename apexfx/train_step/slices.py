@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .._torch import tensor_version
 from ..compiler.buffers_put_back import KeptBuffers
-from ..graph.collectives import wait
+from ..graph.collectives import summed, wait
 from ..graph.inputs import Placeholder
 from ..graph.shared_memory import is_expanded
 from ..random_state import forked_random
@@ -225,8 +225,7 @@ def _tensors(modules: Iterable[nn.Module]) -> list[tuple[str, Tensor, int]]:
 def found_by_any(found: Sequence[Tensor], group: dist.ProcessGroup) -> list[bool]:
     """Return for each of several questions whether a rank says yes; waits for the device."""
     answers = torch.cat([each.reshape(-1) for each in found]).int()
-    answers = wait(torch.ops._c10d_functional.all_reduce.default(answers, "sum", group.group_name))
-    return [number > 0 for number in answers.tolist()]
+    return [number > 0 for number in summed(answers, group.group_name).tolist()]
 
 
 def sum_over_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -145,7 +145,8 @@ class TrainingState:
         now: the state as it was read last.
         accumulated: ids of the parameters that have a gradient in `now.gradient_sums`.
         mean: over calls and ranks, of a loss that is a `Mean`.
-        num_calls: how many calls there were since the step was made or loaded a state.
+        call_number: of the last call, counted from 1 since the step was made or loaded a state; behind a `flush()` that of the
+            call which would have applied the gradients.
         changed: whether the call under way has changed something.
         communicated: whether it has begun to communicate.
     """
@@ -166,7 +167,7 @@ class TrainingState:
             self._group, averages = None, False
         self._divisor = self._group.size() if averages else 1
         self.mean = StepMean(components.options, self._group, self._divisor, components.device, components.report)
-        self.num_calls = self.num_loads = 0
+        self.call_number = self.num_loads = 0
         self.changed = self.communicated = False
         self._broken = ""  # why nothing can be trained on
 
@@ -217,7 +218,7 @@ class TrainingState:
 
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""
-        return self.num_calls % self._components.options.accumulate
+        return self.call_number % self._components.options.accumulate
 
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Have random numbers be those of the slice that the next call computes, in this context; any, without slices."""
@@ -317,7 +318,7 @@ class TrainingState:
     def note_accumulated(self, mean: Tensor | None, present: Sequence[bool]) -> None:
         """Note which parameters a call has accumulated gradients of."""
         self.mean.note(mean, accumulates=True)
-        self.num_calls += 1
+        self.call_number += 1
         self.accumulated.update(id(p) for p, here in zip(self.now.params, present) if here)
 
     def note_applied(self, verdict: Tensor, present: Sequence[bool], gradients: Sequence[Tensor]) -> None:
@@ -349,8 +350,8 @@ class TrainingState:
             mark_applied(p.grad for p in now.params if p.grad is not None)
 
     def end_accumulation(self) -> None:
-        """Count what was accumulated as done."""
-        self.num_calls += self._components.options.accumulate - self.num_accumulated_calls()
+        """Begin the next update with the next call."""
+        self.call_number += self._components.options.accumulate - self.num_accumulated_calls()
         self.accumulated.clear()
 
     def _note_updated(self, updated: Sequence[Tensor]) -> None:
@@ -381,7 +382,7 @@ class TrainingState:
             self.kept_buffers.forget()
         if self._components.slices is not None:
             self._components.slices.forget()
-        self.num_calls, self._broken = 0, ""
+        self.call_number, self._broken = 0, ""
 
 
 def _unshared(gradients: Sequence[Tensor]) -> list[Tensor]:

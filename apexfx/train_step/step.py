@@ -266,7 +266,7 @@ class TrainStep:
             self._last.forget_call()
             if components.agreement is not None and (components.groups.gradients or components.groups.shards) is not None:
                 components.agreement.before_run(Communication(
-                    "calls that flush() applies", [f"after call {state.num_calls}", num_calls],
+                    "calls that flush() applies", [f"after call {state.call_number}", num_calls],
                     numbers=functools.partial(numbers_of, components.optimizers)))
             if not num_calls:
                 return
@@ -484,7 +484,7 @@ class TrainStep:
                                                                                      if options.slices is None else ""))
         if full:
             self._agree_to_gather("state_dict(full=True)")
-        if not self._state.num_calls:
+        if not self._state.call_number:
             with self._state.all_or_nothing():
                 self._state.prepare()
         state = checkpoint.save(self._components)
@@ -493,7 +493,7 @@ class TrainStep:
     def _agree_to_gather(self, what: str) -> None:
         """Return when all ranks are about to gather what they share."""
         if self._components.of_rows and self._components.agreement is not None:
-            self._components.agreement.ensure(f"calls before step.{what}, which gathers", [self._state.num_calls])
+            self._components.agreement.ensure(f"calls before step.{what}, which gathers", [self._state.call_number])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; gradients that were accumulated are dropped.

@@ -30,10 +30,10 @@ from ..compiler.traced import Traced
 from ..distributed.agreement import TRAINED, Agreement, Communication, explained
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node, written_parameter
+from ..graph.marks import IN_BACKWARD, INSERTED_BY, NAME
 from ..graph.mutation import storages, written, written_storages
-from ..graph.nodes import NAME, PASS, fake_mode, refake_copies, value
+from ..graph.nodes import fake_mode, refake_copies, value
 from ..graph.shared_memory import MemoryCheck
-from ..observe.non_finite import BACKWARD
 from ..passes.gather_shards import as_rows
 from ..precision.call_casts import check_unwritten
 from ..precision.casts import is_inserted_cast
@@ -439,7 +439,7 @@ def _mark_sums(gm: fx.GraphModule) -> None:
     for accumulated in gm.graph.find_nodes(op="placeholder"):
         for add in accumulated.users if str(accumulated.meta.get(NAME)).endswith(ACCUMULATED) else ():
             if add.target is torch.ops.aten.add.Tensor:
-                add.meta[PASS] = "train_step"
+                add.meta[INSERTED_BY] = "train_step"
 
 
 def _call_before(nodes: Iterable[fx.Node], function: Callable[[], None]) -> None:
@@ -449,7 +449,7 @@ def _call_before(nodes: Iterable[fx.Node], function: Callable[[], None]) -> None
 
     if (node := next(iter(nodes), None)) is not None:
         with node.graph.inserting_before(node):
-            node.graph.call_function(note).meta[PASS] = "train_step"
+            node.graph.call_function(note).meta[INSERTED_BY] = "train_step"
 
 
 def _switch_gradients_on(gm: fx.GraphModule) -> None:
@@ -474,7 +474,7 @@ def _numbered_gradients(loss: torch.Tensor, *args: Any, **options: Any) -> Any:
 @functools.wraps(torch.autograd.grad)
 def _traced_gradients(*args: Any, **options: Any) -> Any:
     """The same, by ops that carry a mark, too."""
-    with annotate({BACKWARD: True}):
+    with annotate({IN_BACKWARD: True}):
         return _numbered_gradients(*args, **options)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import CAPTURE_LOCK, set_grad_enabled, tensor_version, tree_leaves
+from .._torch import CAPTURE_LOCK, set_grad_enabled, tree_leaves, versions
 from .._torch_compilers import (
     dynamo_config,
     explained_aliases,
@@ -209,7 +209,7 @@ class StepGraphs:
     def _compile_and_run(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         self._state.prepare()
         inputs = self._static_inputs()
-        gradients = grad_versions(inputs.params)
+        gradients = versions(p.grad for p in inputs.params)
         if variant is not self._updates:
             self._state.keep_buffers()
         step_model = self._components.step_model
@@ -221,7 +221,7 @@ class StepGraphs:
         # An update calls neither model nor loss.
         outputs = compile_and_run() if variant is self._updates else run_or_raise_as_eager(
             compile_and_run, functools.partial(step_model.run_in_eager, self._components.objective, *args))
-        if grad_versions(inputs.params) != gradients:  # by what the compiler does not know for a backward
+        if versions(p.grad for p in inputs.params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
         return outputs
 
@@ -245,11 +245,6 @@ class StepGraphs:
         for tensor in tree_leaves([inputs.params, inputs.gradient_sums, inputs.means, inputs.slots, inputs.scale]):
             if isinstance(tensor, Tensor):
                 mark_static_address(tensor, guard=False)
-
-
-def grad_versions(params: Sequence[Tensor]) -> list[Any]:
-    """Return what is in the `.grad` of parameters, to be compared."""
-    return [p.grad if p.grad is None else (id(p.grad), tensor_version(p.grad)) for p in params]
 
 
 def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel, inputs: StepInputs, batch: tuple[Any, ...],

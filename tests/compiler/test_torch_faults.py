@@ -8,7 +8,6 @@ torch.compile.
 
 from __future__ import annotations
 
-import collections
 import random
 import re
 import subprocess
@@ -138,18 +137,6 @@ def own_random_objects() -> bool:
 def indices_of_no_dimension() -> bool:
     return "data-dependent" in unpatched("torch.compile(lambda bank, k: bank[k] * 1, backend='aot_eager', fullgraph=True)("
                                          "torch.ones(5, 4), torch.tensor(2))")
-
-
-@fault("a deque grows beyond its maxlen while it is captured",
-       met="nobody: refused in four lines, as it would be wrong without a word", ours="compiler/refusals.py check_python_objects")
-def bounded_deques() -> bool:
-    def forward(m, x):
-        m.seen.append(x * 1)
-        return sum(m.seen)
-
-    module, reference = (Model(forward, seen=collections.deque(maxlen=2)) for _ in range(2))
-    run = compiled(module, "eager")
-    return any(not torch.equal(run(x), reference(x)) for x in torch.arange(4.0))
 
 
 @fault("what a method of an object that is made while it is captured writes into a list of its closure is lost", 197896,
@@ -722,7 +709,7 @@ def test_the_fault_is_where_it_is_said_to_be(row):
 def test_a_row_says_who_met_it_and_what_is_to_go_is_there():
     package = Path(apexfx.__file__).parent
     for row in ROWS:
-        assert row.issues or row.met, row.what
+        assert row.issues or row.met and "nobody" not in row.met, row.what
         files = re.findall(r"\S+\.(?:py|md)", row.ours)
         text = "".join((package.parent if file.startswith("docs/") else package).joinpath(file).read_text() for file in files)
         names = re.findall(r"\b[a-z]*(?:_[a-zA-Z]+)+\b", re.sub(r"\S+\.(?:py|md)", "", row.ours))

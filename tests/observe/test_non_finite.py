@@ -217,7 +217,7 @@ def test_gathered_calls():
     step = make(accumulate=2)
     for what in ("overflow", "none", "none", "overflow"):
         step(X, what)
-        if step._state.num_calls == 2:
+        if step._state.call_number == 2:
             assert "a call before" in step.events[-1].where
     assert "aten.mul.Tensor in the forward" in step.events[-1].where
 

@@ -13,8 +13,9 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import apexfx
+from apexfx.graph.marks import NAME
 from apexfx.graph.mutation import storages
-from apexfx.graph.nodes import NAME, value
+from apexfx.graph.nodes import value
 from apexfx.passes import outline_layers
 from apexfx.passes.outline_layers import OutlineLayers, invoke_subgraph
 from tests.passes.blocks import Block

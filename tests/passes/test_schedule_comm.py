@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from apexfx.compiler.pipeline import Pipeline
 from apexfx.config import BucketConfig
+from apexfx.graph.marks import AFTER_BACKWARD
 from apexfx.graph.nodes import call
 from apexfx.graph.printing import format_graph
-from apexfx.passes.bucket_allreduce import DELAYED, BucketAllreduce
+from apexfx.passes.bucket_allreduce import BucketAllreduce
 from apexfx.passes.schedule_comm import ScheduleComm
 from tests.backward_graphs import record
 from tests.small_models import Model
@@ -110,7 +111,7 @@ def test_delayed_collectives_keep_their_order():
     first = b.wait(b.all_reduce(b.inputs[0]))
     delayed = [b.all_reduce(b.op(aten.sin.default, first)), b.all_reduce(b.inputs[0])]
     for node in delayed:
-        node.meta[DELAYED] = True
+        node.meta[AFTER_BACKWARD] = True
     order = scheduled(b.module(*map(b.wait, delayed)))
     assert [n for n in order if n.startswith("all_reduce")] == [f"all_reduce__default{end}" for end in ("", "_1", "_2")]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import itertools
 import random
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ class Cure(NamedTuple):
         said: of the error.
         as_cured: whether the loop trains what is cured: eager draws other numbers by the program, raises, or is wrong.
         also_in_pieces: whether fallback='transform' is a cure, too.
+        in_table: whether it is a row of the table of docs/refused.md; its function is called `use` then.
         limit: how many graphs a function may have.
         rel: of losses.
     """
@@ -46,6 +47,7 @@ class Cure(NamedTuple):
     said: str
     as_cured: bool = False
     also_in_pieces: bool = False
+    in_table: bool = False
     inner: str = "eager"
     limit: int = 8
     rel: float = 1e-5
@@ -634,18 +636,6 @@ def an_iterator(cured):
             "batch": lambda x, k: (x, torch.tensor(float(next(numbers)))) if cured else (x,)}
 
 
-@cure("is a deque with a maxlen.* in a buffer")
-def a_deque(cured):
-    def use(net, h, x):
-        if cured:
-            net.last = torch.cat([net.last[1:], x.mean(0, keepdim=True)])
-            return h + net.last.sum(0)
-        net.seen.append(x.mean(0))
-        return h + sum(net.seen)
-
-    return {"model": Net(use, seen=collections.deque(maxlen=2), last=nn.Buffer(torch.zeros(2, 4)))}
-
-
 LOCK = threading.Lock()
 
 
@@ -845,6 +835,159 @@ def complex_parameters(cured):
     return {"model": Net(lambda net, h, x: (h.to(torch.complex64) @ net.weight).abs(), weight=weight), "safeguard": not cured}
 
 
+# ---- the table of docs/refused.md, in its order ------------------------------------------------------------------------------
+
+
+def in_words(said: str, **options: Any) -> Callable[[Callable[[bool], Program]], Callable[[bool], Program]]:
+    """Register a row of the table: its error says what the page says."""
+    return cure(re.escape(said), in_table=True, **{"also_in_pieces": True, **options})
+
+
+def returned(model, x):
+    return model(x)
+
+
+FLAG = True
+NUMBER, BRANCH = "depends on a number that is known when the graph runs only", "Data-dependent branching"
+
+
+@in_words(NUMBER)
+def a_branch_on_the_number_of_rows(cured):
+    def use(net, h, x):
+        if cured:
+            mask = h[:, 0] > 0
+            return torch.where(mask[:, None], h, 0).sum() / mask.sum().clamp(min=1)
+        rows = h[h[:, 0] > 0]
+        if n := rows.shape[0]:
+            return rows.sum() / n
+        return h.sum() * 0
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words(BRANCH)
+def a_branch_on_data_and_a_flag(cured):
+    def use(net, h, x):
+        if cured:
+            return torch.where((h > 1).any() & FLAG, h.sum(), h.mean())
+        return h.sum() if (h > 1).any() and FLAG else h.mean()
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words(BRANCH)
+def a_while_on_data(cured):
+    def use(net, h, x):
+        for _ in range(8 if cured else 0):
+            h = torch.where(h.abs().max() > 0.5, h / 2, h)
+        while not cured and h.abs().max() > 0.5:
+            h = h / 2
+        return h.sum()
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words(BRANCH)
+def a_branch_in_a_loop_over_rows(cured):
+    def use(net, h, x):
+        out = torch.where(h[:, 0] > 0, h.sum(1), -h.mean(1)).sum() if cured else 0.0
+        for row in () if cured else h:
+            out = out + row.sum() if row[0] > 0 else out - row.mean()
+        return out
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words(NUMBER)
+def a_range_over_a_number_of_data(cured):
+    def use(net, h, x):
+        n, out = (h[:, 0] > 0).sum(), h.mean()
+        for i in range(len(h) if cured else int(n)):
+            out = out + (torch.where(i < n, i * h.sum(), 0) if cured else i * h.sum())
+        return out
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words("the number is read at")
+def a_loss_that_compares_a_size_of_data(cured):
+    def use(net, h, x):
+        number = 6 if cured else int((h[:, 0] > -9).sum())
+        return F.mse_loss(torch.zeros(number, 4).index_add(0, torch.arange(6), h.float()), torch.ones(6, 4))
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words(NUMBER)
+def rows_by_two_masks(cured):
+    def use(net, h, x):
+        number = torch.arange(6)
+        mask = number > 2
+        return F.mse_loss(h[mask].float(), torch.ones(6, 4)[mask if cured else number > 2])
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words(BRANCH)
+def an_error_on_data(cured):
+    def use(net, h, x):
+        if not cured and h.isnan().any():
+            raise ValueError("not a number")
+        return h.sum()
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words("Tensor.tolist() with non-integer tensor")
+def a_list_of_floats(cured):
+    def use(net, h, x):
+        return h.sum() * (h.detach()[0].sum() if cured else sum(h.detach()[0].tolist()))
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words("Tensor.random_ op", as_cured=True, also_in_pieces=False)
+def numbers_drawn_in_place(cured):
+    def use(net, h, x):
+        return (h * (torch.randint(2, (4,)) if cured else torch.zeros(4).random_(2))).sum()
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words("random.choice() of Python is called")
+def a_choice_of_python(cured):
+    def use(net, h, x):
+        return h.sum() * (torch.tensor([2.0, 2.0])[torch.randint(2, ())] if cured else random.choice([2.0, 2.0]))
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words("print() of Python is called")
+def a_print(cured):
+    def use(net, h, x):
+        if not cured:
+            print("sum", h.shape)
+        return h.sum()
+
+    return {"model": Net(use), "objective": returned}
+
+
+@in_words(NUMBER)
+def an_adaptive_softmax(cured):
+    def use(net, h, x):
+        return F.nll_loss(net.softmax.log_prob(h), torch.arange(6)) if cured else net.softmax(h, torch.arange(6)).loss
+
+    return {"model": Net(use, softmax=nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2])), "objective": returned}
+
+
+@in_words("output shape depends on input Tensor data", also_in_pieces=False)  # it is the cure
+def a_ctc_loss(cured):
+    def use(net, h, x):
+        return F.ctc_loss(h.log_softmax(1)[:, None], torch.tensor([[1, 2]]), torch.tensor([6]), torch.tensor([2]))
+
+    return {"model": Net(use), "objective": returned, **({"fallback": "transform"} if cured else {})}
+
+
 # ---- Inductor and transform --------------------------------------------------------------------------------------------------
 
 if torch.__version__ < "2.14":
@@ -936,12 +1079,13 @@ def trained(program: Program, inner: str) -> list[float]:
     return losses
 
 
-@table(8, "name", CURES)
+@table(12, "name", CURES)
 def test_a_cure_trains_what_the_program_trained(name):
     row = CURES[name]
     with torch._dynamo.config.patch(recompile_limit=row.limit):
-        with pytest.raises((ValueError, RuntimeError, TypeError, FailOnRecompileLimitHit), match=f"(?s){row.said}"):
+        with pytest.raises((ValueError, RuntimeError, TypeError, FailOnRecompileLimitHit), match=f"(?s){row.said}") as failed:
             trained(made(row, cured=False), row.inner)
+        assert not row.in_table or isinstance(failed.value, apexfx.NotOneGraph) and "in use: " in str(failed.value)
         expected = trained_by_a_loop(made(row, cured=row.as_cured, eager=True))
         assert trained(made(row, cured=True), row.inner) == pytest.approx(expected, rel=row.rel)
         if row.also_in_pieces:
@@ -949,7 +1093,7 @@ def test_a_cure_trains_what_the_program_trained(name):
 
 
 @table(1, "name", ["a_part_of_the_loss_that_is_kept", "positions_in_a_dictionary", "data_that_is_replaced", "weight_norm",
-                   "a_deque", "a_backward_hook_on_a_module", "pruning", "a_complex_pseudoinverse"])
+                   "a_backward_hook_on_a_module", "pruning", "a_complex_pseudoinverse"])
 def test_a_cure_trains_so_under_inductor(name):
     row = CURES[name]
     assert trained(made(row, cured=True), "inductor") == pytest.approx(

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import pickle
+import types
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from apexfx.__main__ import main
 from apexfx.observe import bundle
 from apexfx.observe.digests import digest
 from apexfx.observe.replay import replay
+from apexfx.train_step.last_update import LastCall
 from tests import fresh_process
 from tests.tables import table
 
@@ -341,6 +343,14 @@ def test_a_full_disk_is_a_warning(broken, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(broken, full)
     assert "could not be recorded" in train(step, caplog) and "No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_where_another_was_freed_is_not_of_the_call():
+    batch = types.SimpleNamespace(x=torch.zeros(2))
+    call = LastCall((batch,), {}, torch.device("cpu"))
+    batch.x = None
+    batch.x = torch.zeros(2)
+    assert call.batch_has_changed()
 
 
 def test_what_cannot_be_recorded_says_why(tmp_path):

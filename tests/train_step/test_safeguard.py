@@ -15,7 +15,7 @@ from torch import nn
 
 import apexfx
 from apexfx.optimizers import FusedAdam
-from apexfx.train_step.parts.safeguard import Judge, _event, judge
+from apexfx.train_step.parts.safeguard import COLUMNS, Judge, _event, judge
 from tests.own_optimizers import RMSprop
 from tests.tables import table
 
@@ -514,7 +514,7 @@ def test_ten_thousand_sequences_are_judged_as_by_the_automaton():
             assert bool(skip) is automaton.judge(call, kind, norm.item())
             skips += skip
         assert state.tolist() == [12, automaton.average, automaton.norms, 36]
-        assert [told(_event(row, str)) for row in log[:int(skips[0])].tolist()] == automaton.skips
+        assert [told(_event(dict(zip(COLUMNS, row)), str)) for row in log[:int(skips[0])].tolist()] == automaton.skips
 
 
 def test_the_report_says_what_it_costs():

@@ -20,14 +20,12 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..._torch import OpOverload, tree_leaves, tree_map
-from ...buckets.windows import MARK
 from ...config import BucketConfig
 from ...graph.collectives import is_collective, is_wait
+from ...graph.marks import BUCKET, BUCKET_OF_ROWS, MAKES_WHOLE
 from ...graph.nodes import value
 from ...graph.order import aliases
 from ...passes.base import Pass
-from ...passes.scatter_gradients import ROWS
-from ...report.memory import WHOLE
 from ...train_step import train_step
 from .devices import Costs, Device, op_cost
 from .network import Network
@@ -136,7 +134,7 @@ def program(step: TracedStep, profile: Profile, device: Device, network: Network
     """
     parts, copies = _parts(step.nodes), _copies(step.nodes)
     alone = {node: device.seconds(*_cost(node)) for node in step.nodes if node not in copies}
-    held = sum(value(node).numel() for node in step.nodes if is_collective(node) and MARK in node.meta)
+    held = sum(value(node).numel() for node in step.nodes if is_collective(node) and BUCKET in node.meta)
     share = held / max(sum(spec.numel for spec in profile.gradients), 1)
     profiled = {"forward": sum(segment.seconds for segment in profile.forward),
                 "backward": sum(segment.seconds for segment in profile.backward), "optimizer": share * profile.optimizer_s}
@@ -149,12 +147,12 @@ def program(step: TracedStep, profile: Profile, device: Device, network: Network
             kind, num_bytes = node.target._schema.name.partition("::")[2], max(_num_bytes(node), _num_bytes(node.args[0]))
             takes = network.allreduce_seconds if kind == "all_reduce" else network.gather_seconds
             # On a GPU statistics have a communicator of their own beside buckets (compiler/process_groups.py).
-            apart = step.shard == "optimizer" and parts[node] != "optimizer" and MARK not in node.meta
+            apart = step.shard == "optimizer" and parts[node] != "optimizer" and BUCKET not in node.meta
             tasks.append(Start(names[node.name], takes(num_bytes, step.num_ranks), int(apart), num_bytes, kind))
         elif is_wait(node):
             start = node.args[0]
             tasks.append(Wait(names[start.name]))
-            if WHOLE in node.meta:
+            if MAKES_WHOLE in node.meta:
                 write = costs.write.seconds(len(start.args[0].args[0]), _num_bytes(node))
                 tasks.append(Work(f"write {names[start.name]}", write, "write"))
         elif node.target in _FLATTENS:
@@ -174,11 +172,11 @@ def _parts(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
     The loss is made by the forward, sums of gradients by the backward. Another node is of the last part that it reads.
     """
     forward = _makers([nodes[-1].args[0][0]])
-    backward = _makers(node for node in nodes if is_collective(node) and MARK in node.meta)
+    backward = _makers(node for node in nodes if is_collective(node) and BUCKET in node.meta)
     parts: dict[fx.Node, str] = {}
     for node in nodes:
         read = {parts[source] for source in node.all_input_nodes if source.op != "placeholder"}
-        if is_wait(node) and MARK in node.meta or "optimizer" in read:
+        if is_wait(node) and BUCKET in node.meta or "optimizer" in read:
             parts[node] = "optimizer"
         elif node in forward or node in backward:
             parts[node] = "forward" if node in forward else "backward"
@@ -207,11 +205,11 @@ def _copies(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
         behind = {copies.get(source) for source in node.all_input_nodes if source.op != "placeholder"}
         if is_collective(node) or node.target is _OPS.orthogonalize_own.default:
             copies[node] = "fill"
-        elif is_wait(node) or MARK in node.meta and "write" in behind:
-            copies[node] = "" if WHOLE in node.meta else "write"
-        elif "" in behind and (WHOLE in node.meta or node.target is _ATEN.copy_.default):
+        elif is_wait(node) or BUCKET in node.meta and "write" in behind:
+            copies[node] = "" if MAKES_WHOLE in node.meta else "write"
+        elif "" in behind and (MAKES_WHOLE in node.meta or node.target is _ATEN.copy_.default):
             copies[node] = ""
-        elif node.target in _FLATTENS or not {MARK, WHOLE, ROWS}.isdisjoint(node.meta):
+        elif node.target in _FLATTENS or not {BUCKET, MAKES_WHOLE, BUCKET_OF_ROWS}.isdisjoint(node.meta):
             copies[node] = "fill"
     return copies
 
@@ -238,8 +236,8 @@ def _name(node: fx.Node, part: str, names: Mapping[str, str], numbers: Counter[s
     """Return a name for a collective, one of those that came before it with a number: "gather 3", "gather 3 again"."""
     if first := names.get(node.name.removesuffix("_again")):
         return f"{first} again"
-    if MARK in node.meta or WHOLE in node.meta:
-        what = "bucket" if MARK in node.meta else "gather"
+    if BUCKET in node.meta or MAKES_WHOLE in node.meta:
+        what = "bucket" if BUCKET in node.meta else "gather"
     else:
         what = "exchange" if part == "optimizer" else "statistics"
     numbers[what] += 1

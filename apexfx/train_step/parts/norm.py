@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...graph.collectives import wait
+from ...graph.collectives import summed
 from ...ops.apply_gradients import norm_dtype
 from ...ops.own_rows import on_first_rank
 from ...optimizers.end_of_step import EndOfStep
@@ -96,7 +96,7 @@ def measured(grads: Sequence[Tensor], inverse: Tensor | None, *, of_each: bool,
         grads = [g if g.dim() else on_first_rank(g, sharded_over) for g in grads]
         norm, norms, found_inf = measured(grads, inverse, of_each=of_each)
         own = torch.cat([(norms if of_each else norm.reshape(1)).double().square(), found_inf.double().reshape(1)])
-        squares, found = wait(torch.ops._c10d_functional.all_reduce.default(own, "sum", sharded_over)).tensor_split([-1])
+        squares, found = summed(own, sharded_over).tensor_split([-1])
         return (squares.sum().sqrt().to(norm.dtype), squares.sqrt().to(norms.dtype) if of_each else None,
                 found[0].clamp_max(1.0).to(found_inf.dtype))
     l2norm = torch.ops.apexfx.multi_tensor_l2norm.default

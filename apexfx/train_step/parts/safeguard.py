@@ -23,9 +23,13 @@ log = logging.getLogger(__name__)
 
 STATE, LOG = "safeguard", "skipped_steps"
 LOGGED = 64  # skipped steps that the log holds
-NOT_FINITE, SPIKE = 1.0, 0.0
 NO_PLACE = 2.0**31  # in the log, where no gradient is to be named
-_COUNTS = (0, 1, 3, 6, 7)  # columns of the log: the others are norms, which may be anything
+# Of a row of the log, which is a skipped step: which one, counted from 1; whether a gradient was not finite, or else it is a
+# spike; the norm; the place among the parameters of the first gradient that is not finite; the running average of the norm and
+# the limit, read of a spike alone; the first and the last of the calls that accumulated its gradients.
+COLUMNS = ("step", "not_finite", "norm", "place", "average", "limit", "first_call", "last_call")
+_COUNTS = tuple(place for place, name in enumerate(COLUMNS) if name not in ("norm", "average", "limit"))  # which may be anything
+_JUDGED, _CALLED = 0, 3  # places in the state
 NOT_SEARCHED = "op not searched: read events right after the call, or give record_dir="
 
 
@@ -117,12 +121,10 @@ class Judge(Part):
 
     def slots(self) -> Sequence[Slot]:
         # How many steps were judged, the running average of the norm, how many norms are in it, and how many calls there were.
-        # A row of the log is a skipped step: which one, counted from 1; `NOT_FINITE` or `SPIKE`; the norm; the place among the
-        # parameters of the first gradient that is not finite; the running average of the norm and the limit, read of a spike
-        # alone; the first and the last of the calls that accumulated its gradients. Skip number i, counted from 0, is in the row
-        # i modulo `LOGGED`.
+        # Skip number i, counted from 0, is in the row i modulo `LOGGED` of the log.
         return (Slot(STATE, dtype=torch.float64, shape=(4,), saved=("safeguard", STATE), least=0.0),
-                Slot(LOG, dtype=torch.float64, shape=(LOGGED, 8), saved=("safeguard", LOG), least=0.0, columns=_COUNTS))
+                Slot(LOG, dtype=torch.float64, shape=(LOGGED, len(COLUMNS)), saved=("safeguard", LOG), least=0.0,
+                     columns=_COUNTS))
 
     def apply(self, end: EndOfStep) -> None:
         verdict = end.verdict
@@ -160,9 +162,11 @@ def judge(found_inf: Tensor, norm: Tensor, norms: Tensor, members: Sequence[int]
     skipped = skip > 0
     places = torch.cat([torch.arange(first, last, device=norms.device) for first, last in _runs(members)])
     place = torch.where(norms.isfinite(), NO_PLACE, places.double()).amin()
-    entry = torch.stack([judged + 1, (found_inf > 0).double(), norm, place, average, limit, called + 1, called + calls])
+    entry = {"step": judged + 1, "not_finite": (found_inf > 0).double(), "norm": norm, "place": place, "average": average,
+             "limit": limit, "first_call": called + 1, "last_call": called + calls}
+    row = torch.stack([entry[name] for name in COLUMNS])
     here = torch.arange(LOGGED, device=log.device) == skips[0].remainder(LOGGED)
-    log.copy_(torch.where((here & skipped).unsqueeze(1), entry, log))
+    log.copy_(torch.where((here & skipped).unsqueeze(1), row, log))
     left_out, more = skipped | ~norm.isfinite(), torch.clamp_max(averaged + 1, window)  # finite ones may have an infinite norm
     state.copy_(torch.stack([judged + 1, torch.where(left_out, average, average + (norm - average) / more),
                         torch.where(left_out, averaged, more), called + calls]))
@@ -197,7 +201,7 @@ class SafeguardLog:
     @property
     def num_judged(self) -> int:
         """How many steps were judged; waits for the device."""
-        return int(self._state[0])
+        return int(self._state[_JUDGED])
 
     def forget(self) -> None:
         """Forget what was seen of earlier steps: a state was loaded."""
@@ -237,10 +241,10 @@ class SafeguardLog:
         Args:
             name_of: of a parameter, by its place.
         """
-        num_skips, rows = int(self._skips[0]), self._log.tolist()
+        num_skips, rows = int(self._skips[0]), [dict(zip(COLUMNS, row)) for row in self._log.tolist()]
         first = max(self._num_read, num_skips - LOGGED)
         self._events += [_event(rows[number % LOGGED], name_of) for number in range(first, num_skips)
-                         if rows[number % LOGGED][0]]  # no call: a loss scale had skipped it before there was a safeguard
+                         if rows[number % LOGGED]["step"]]  # 0: a loss scale had skipped it before there was a safeguard
         self._num_read = num_skips
         return list(self._events)
 
@@ -251,12 +255,12 @@ class SafeguardLog:
 
     def count_accumulated(self, num_calls: int) -> None:
         """Count calls whose gradients no update applies: the loss of none depended on what is trained."""
-        self._state[3] += num_calls
+        self._state[_CALLED] += num_calls
 
 
-def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:
-    call, reason, norm, place, average, limit, first, last = row
-    batches = int(first), int(last)
-    if reason != NOT_FINITE:
-        return Event(int(call), "spike", norm, batches, average=average, limit=limit)
-    return Event(int(call), "not finite", norm, batches, name_of(int(place)) if place != NO_PLACE else None, NOT_SEARCHED)
+def _event(row: dict[str, float], name_of: Callable[[int], str | None]) -> Event:
+    step, norm, batches = int(row["step"]), row["norm"], (int(row["first_call"]), int(row["last_call"]))
+    if not row["not_finite"]:
+        return Event(step, "spike", norm, batches, average=row["average"], limit=row["limit"])
+    parameter = name_of(int(row["place"])) if row["place"] != NO_PLACE else None
+    return Event(step, "not finite", norm, batches, parameter, NOT_SEARCHED)
