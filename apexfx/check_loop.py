@@ -454,7 +454,7 @@ class _KeepFloat64(Pass):
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         for node in (node for each in graphs(gm) for node in each.graph.nodes):
-            if node.op == "call_method" and (cast := _CASTS.get(getattr(Tensor, node.target))) is not None:
+            if node.op == "call_method" and (cast := _CASTS.get(getattr(Tensor, node.target, None))) is not None:
                 node.target = cast.__name__
             if node.target != "view":
                 node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), _wide)
