@@ -118,7 +118,8 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
                     "and what the step has no use for is dropped", sorted(state["scaler"]) or "no loss scale",
                     components.loss_scaling)
     for name in sorted((state.keys() ^ own.keys()) - _ALWAYS - _OTHERS):
-        log.warning("apexfx: the state has nothing of %s=, whose tensors begin anew" if name in own else
+        anew = "random numbers begin at update 0; step.state_dict() has it" if name == "slices" else "tensors begin anew"
+        log.warning(f"apexfx: the state has nothing of %s=, whose {anew}" if name in own else
                     "apexfx: the state has tensors of %s=, which are dropped; make the step with that to go on with them", name)
     for name in sorted(state["parts"].keys() ^ own["parts"].keys()) if state.get("parts") and "parts" in own else ():
         log.warning("apexfx: the state has no slot %r of parts=, which begins anew" if name in own["parts"] else

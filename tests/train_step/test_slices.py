@@ -285,6 +285,9 @@ def test_a_checkpoint_of_another_machine_warns_once_by_name(caplog):
     assert "saved with torch='2.9.0' (now " in record.message and "threads=64 (now " in record.message
     with pytest.raises(ValueError, match="slices.updates=-1, expected a whole number"):
         make("heads").load_state_dict({**state, "slices": {"updates": -1}})
+    with caplog.at_level(logging.WARNING, "apexfx"):
+        make("heads").load_state_dict({name: held for name, held in state.items() if name != "slices"})
+    assert "nothing of slices=, whose random numbers begin at update 0; step.state_dict() has it" in caplog.text
 
 
 class Keeps(nn.Linear):
