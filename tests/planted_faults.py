@@ -350,7 +350,7 @@ FAULTS = (
     Fault("a matrix is made orthogonal whole, and not by the rows of each rank", "ops/orthogonalize_rows.py",
           "orthogonal(padded[:length], a, b, c, eps, num_iterations)",
           "torch.cat([orthogonal(x, a, b, c, eps, num_iterations) for x in padded[:length].chunk(world_size)])", _MATRICES),
-    Fault("parts of a step read rows of what Muon updates", "train_step/step.py",
+    Fault("parts of a step read rows of what Muon updates", "train_step/components.py",
           "whole=not options.parts", "whole=True", _MUON),
     Fault("code that is not near the ops is looked at in float64", "observe/code_errors.py",
           "each.least * whole / 2 for", "1e9 for", ("tests/observe/test_code_errors.py",)),

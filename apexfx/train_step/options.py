@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,16 @@ class StepOptions:
             raise ValueError(f"apexfx: slices={self.slices} was given on {num_ranks} ranks, expected a multiple of their number: "
                              "each rank computes as many slices of an update")
         return dataclasses.replace(self, accumulate=self.slices // num_ranks)
+
+    def loss_scaling(self, dtypes: Collection[torch.dtype], half: torch.dtype) -> float | str | None:
+        """Return `loss_scale`, and where none was given "dynamic" if something is computed in float16.
+
+        Args:
+            dtypes: of what is trained.
+            half: what the level casts to, where it casts.
+        """
+        in_float16 = torch.float16 in dtypes or self.config.level.casts and half == torch.float16
+        return "dynamic" if self.loss_scale is None and in_float16 else self.loss_scale
 
     @property
     def accumulates(self) -> bool:
