@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from .._torch import under_fully_shard
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model, set_up
 from ..compiler.process_groups import Groups
-from ..compiler.traced import Traced
 from ..distributed.agreement import Agreement
 from ..host_memory import keep_freed_memory
 from ..report.data import Report
@@ -59,6 +58,21 @@ class Checked:
     device: torch.device  # of what was trained when the step was made
 
     @property
+    def of_rows(self) -> bool:
+        """Whether each rank updates its rows of the parameters."""
+        return self.sharded is not None or self.sharded_update is not None
+
+
+@dataclass(frozen=True)
+class Components(Checked):
+    """What a training step is made of, once the model is set up."""
+
+    step_model: StepModel  # the model, with other classes of modules during a call
+    index: ModelIndex
+    agreement: Agreement | None
+    slices: Slices | None  # by slices=
+
+    @property
     def may_skip(self) -> bool:
         """Whether a step may be skipped."""
         return SKIPS in self.slots
@@ -74,46 +88,14 @@ class Checked:
         return self.slots[SKIPS] if self.may_skip else None
 
     @property
-    def of_rows(self) -> bool:
-        """Whether each rank updates its rows of the parameters."""
-        return self.sharded is not None or self.sharded_update is not None
-
-    @property
     def reduces_each_call(self) -> bool:
         """Whether each call, one that accumulates too, reduces its gradients at once, to rows."""
         return self.sharded is not None or self.options.shard == "gradients"
 
 
-@dataclass(frozen=True)
-class Components(Checked):
-    """What a training step is made of, once the model is set up."""
-
-    step_model: StepModel  # the model, with other classes of modules during a call
-    index: ModelIndex
-    agreement: Agreement | None
-    slices: Slices | None  # by slices=
-
-
-class CallGraphs(Protocol):
-    """What runs the calls of a step, and has their graphs."""
-
-    def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
-        """Run a call, which accumulates gradients alone or applies them, and return what its function does."""
-
-    def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Compile what a call that applies gradients runs, and run nothing."""
-
-    def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
-        """Return the graph of a whole step after all passes, for this batch alone, and its inputs; run nothing."""
-
-
 def checked(model: nn.Module, objective: Callable[..., Any], optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
             given: StepOptions, modules: Sequence[nn.Module]) -> Checked:
-    """Return what a step is to be made of. Nothing has changed then.
-
-    Raises:
-        TypeError, ValueError: no step can be made of what was given.
-    """
+    """Return what a step is to be made of, and refuse what none can be. Nothing has changed then."""
     config = given.config
     check_model(model, config, "train_step", give="give train_step() the module",
                 inner="give train_step() the inner module, and ddp=True instead of the wrapper", may_be_sharded=True)
@@ -146,11 +128,7 @@ def checked(model: nn.Module, objective: Callable[..., Any], optimizer: torch.op
 
 
 def set_up_step(made: Checked) -> Components:
-    """Have the ranks compare what is trained, and how; copy what model and objective hold from rank 0, and cast the model.
-
-    Raises:
-        RankMismatchError: ranks hold different models.
-    """
+    """Have the ranks compare what is trained, and how; copy what model and objective hold from rank 0, and cast the model."""
     model, options, groups, optimizers = made.model, made.options, made.groups, made.optimizers
     if made.device.type == "cpu":
         keep_freed_memory()

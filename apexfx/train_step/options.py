@@ -93,12 +93,7 @@ class StepOptions:
         return dataclasses.replace(self, accumulate=self.slices // num_ranks)
 
     def loss_scaling(self, dtypes: Collection[torch.dtype], half: torch.dtype) -> float | str | None:
-        """Return `loss_scale`, and where none was given "dynamic" if something is computed in float16.
-
-        Args:
-            dtypes: of what is trained.
-            half: what the level casts to, where it casts.
-        """
+        """Return `loss_scale`, by default "dynamic" where one of `dtypes`, or `half`, if the level casts to it, is float16."""
         in_float16 = torch.float16 in dtypes or self.config.level.casts and half == torch.float16
         return "dynamic" if self.loss_scale is None and in_float16 else self.loss_scale
 

@@ -23,7 +23,7 @@ from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
 from .bundle_recorder import BundleRecorder
-from .components import CallGraphs, Components, checked, set_up_step
+from .components import Components, checked, set_up_step
 from .digest import digest
 from .flush import apply_accumulated
 from .hyperparameters import numbers_of
@@ -39,7 +39,7 @@ from .state import TrainingState
 from .wrong_call import LOSS_BACKWARD, Call
 
 if TYPE_CHECKING:
-    pass
+    from .step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
@@ -441,12 +441,10 @@ class TrainStep:
         self._last.norm = None
 
 
-def _graphs(components: Components, state: TrainingState) -> CallGraphs:
+def _graphs(components: Components, state: TrainingState) -> StepGraphs:
     """Return what runs the calls of a step. That imports torch's compilers."""
     if components.options.fallback is not None:
-        from .in_pieces import StepInPieces
-
-        return StepInPieces(components, state)
-    from .step_graphs import StepGraphs
-
-    return StepGraphs(components, state)
+        from .in_pieces import StepInPieces as Graphs
+    else:
+        from .step_graphs import StepGraphs as Graphs
+    return Graphs(components, state)
