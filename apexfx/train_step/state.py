@@ -225,6 +225,11 @@ class TrainingState:
         """Return how many calls have accumulated gradients that are not applied."""
         return self.num_calls % self._components.options.accumulate
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether the call that is next, or under way, leaves the update to one behind it."""
+        return self.num_accumulated_calls() + 1 < self._components.options.accumulate
+
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Have random numbers be those of the slice that the next call computes, in this context; any, without slices."""
         slices = self._components.slices

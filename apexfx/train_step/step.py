@@ -125,9 +125,8 @@ class TrainStep:
             state.prepare(cached=True)
             self._warn_of_habits()
             self._check_autocast()
-            number = state.num_accumulated_calls() + 1
-            self._last.start_call(batch, named, first=number == 1)
-            accumulates = number < components.options.accumulate
+            self._last.start_call(batch, named, first=not state.num_accumulated_calls())
+            accumulates = state.accumulates
             if components.agreement is not None:  # a rank that fails in a call that accumulates would lag behind by one
                 components.agreement.begin()
             with call.explained():
