@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -72,17 +73,17 @@ class Components(Checked):
     agreement: Agreement | None
     slices: Slices | None  # by slices=
 
-    @property
+    @functools.cached_property
     def may_skip(self) -> bool:
         """Whether a step may be skipped."""
         return SKIPS in self.slots
 
-    @property
+    @functools.cached_property
     def scale(self) -> Tensor | None:
         """What the loss is multiplied with."""
         return self.slots[SCALE] if self.loss_scaling is not None else None
 
-    @property
+    @functools.cached_property
     def skips(self) -> Tensor | None:
         """How many steps were skipped, in all and in a row."""
         return self.slots[SKIPS] if self.may_skip else None
