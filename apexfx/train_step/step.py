@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
 from .bundle_recorder import BundleRecorder
-from .components import Components, checked, set_up_step
+from .components import checked, set_up_step
 from .digest import digest
 from .flush import apply_accumulated
 from .hyperparameters import numbers_of
@@ -37,9 +37,6 @@ from .parts.safeguard import Event
 from .replicas import replica_check
 from .state import TrainingState
 from .wrong_call import LOSS_BACKWARD, Call
-
-if TYPE_CHECKING:
-    from .step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +68,11 @@ class TrainStep:
         self.report = components.report
         self._skips_teller = SkipsTeller(components.skips) if components.loss_scaling is not None else None
         self._state = TrainingState(components)
-        self._graphs = _graphs(components, self._state)
+        if options.fallback is None:  # only here, as either imports torch's compilers
+            from .step_graphs import StepGraphs as Graphs
+        else:
+            from .in_pieces import StepInPieces as Graphs
+        self._graphs = Graphs(components, self._state)
         self._replicas = replica_check(options.safeguard, components.groups, self.report)
         self._last = LastUpdate(components, self._graphs, self._state.name_of)
         self._recorder = BundleRecorder(components, self._graphs, self._state, self._last)
@@ -438,12 +439,3 @@ class TrainStep:
         self._state.drop_accumulated()
         self._last.forget_call()
         self._last.norm = None
-
-
-def _graphs(components: Components, state: TrainingState) -> StepGraphs:
-    """Return what runs the calls of a step. That imports torch's compilers."""
-    if components.options.fallback is not None:
-        from .in_pieces import StepInPieces as Graphs
-    else:
-        from .step_graphs import StepGraphs as Graphs
-    return Graphs(components, state)
