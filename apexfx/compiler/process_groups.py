@@ -39,6 +39,11 @@ class Groups:
         self.gradients = self.user if config.ddp else None
         self.batch_norm = self.user if config.sync_bn else None
 
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks train the model together."""
+        return self.user.size() if self.user is not None else 1
+
     def separate_batch_norm(self) -> None:
         """Give batch norm a communicator of its own on CUDA, where on a shared one its small sum queues after whole buckets.
 

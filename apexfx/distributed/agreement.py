@@ -50,7 +50,7 @@ class Communication:
 
     Attributes:
         what: names it in errors: "collectives of graph 0".
-        items: JSON-able descriptions, in order, the same on every rank.
+        items: JSON-able descriptions, in order, the same on every rank; complete before the ranks first compare them.
         mode: returns "train" or "eval", the mode of the model, or "" where none is known; for errors.
         numbers: returns what may be others at each run, and every rank is to have alike, by name: of an optimizer's groups.
         agreed: whether all ranks have compared it before.

@@ -21,24 +21,25 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # compared by value
 
 
 def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collection[str]] = {},
-                ) -> Iterator[tuple[tuple[int | None, str], Any]]:
-    """Yield (place of a group, option) -> value, and (None, name) -> value of what it keeps beside its groups, and on parameters,
-    and of constants that its code reads elsewhere.
+                ) -> list[tuple[tuple[int | None, str], Any]]:
+    """Return (place of a group, option) -> value, and (None, name) -> value of what it keeps beside its groups, and on
+    parameters, and of constants that its code reads elsewhere.
 
     Args:
         changing: the options of each group that are left out, as learning rates are.
     """
     if reads_groups_alone(optimizer):
-        yield from (((None, name), getattr(optimizer, name)) for name in getattr(optimizer, "own_options", ()))
+        settings = [((None, name), getattr(optimizer, name)) for name in getattr(optimizer, "own_options", ())]
     else:
-        yield from (((None, name), value) for name, value in attributes_of_optimizer(optimizer).items())
-        yield from (((None, f"{place.name} of its program"), place.value) for place in _constants_read_by(*_code_of(optimizer)))
+        settings = [((None, name), value) for name, value in attributes_of_optimizer(optimizer).items()]
+        settings += [((None, f"{place.name} of its program"), place.value) for place in _constants_read_by(*_code_of(optimizer))]
         params = (p for group in optimizer.param_groups for p in group["params"])
-        yield from (((None, f"params[{place}].{name}"), value) for place, p in enumerate(params)
-                    for name, value in attributes_of_parameter(optimizer, p).items())
+        settings += [((None, f"params[{place}].{name}"), value) for place, p in enumerate(params)
+                     for name, value in attributes_of_parameter(optimizer, p).items()]
     for place, group in enumerate(optimizer.param_groups):
         left_out = {"lr", "params", *changing.get(place, ())}
-        yield from (((place, name), value) for name, value in group.items() if name not in left_out)
+        settings += [((place, name), value) for name, value in group.items() if name not in left_out]
+    return settings
 
 
 def attributes_of_parameter(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Any]:
@@ -55,15 +56,15 @@ def reads_groups_alone(optimizer: torch.optim.Optimizer) -> bool:
 
 def comparable_value(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     """Return what is equal, and written alike, where a value is; what is neither a number nor a text is by its identity."""
+    if isinstance(value, _PLAIN):
+        return value
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, (tuple, list)):
-        return tuple(comparable_value(each, of_tensor) for each in value)
+        return tuple([comparable_value(each, of_tensor) for each in value])
     if isinstance(value, dict):
         return tuple((key, comparable_value(held, of_tensor)) for key, held in value.items())
-    if isinstance(value, set):
-        return frozenset(value)
-    return value if isinstance(value, _PLAIN) else id(value)
+    return frozenset(value) if isinstance(value, set) else id(value)
 
 
 def is_plain(value: Any, is_allowed: Callable[[Any], bool] = lambda _: False) -> bool:

@@ -6,28 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..compiler.model_setup import set_up
-from ..compiler.process_groups import Groups
-from ..distributed.agreement import Agreement
-from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
-from .slices import Slices
-
-
-def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList, groups: Groups,
-                options: StepOptions, slices: Slices | None) -> Agreement | None:
-    """Compare what is trained, and how, over the ranks; copy what model and objective hold from rank 0, and cast the model."""
-    agreement = groups.agreement(options.config.buckets)
-    if agreement is not None and (groups.gradients or groups.shards) is not None:
-        own = settings_of_rank(optimizers, options)
-        own += [["what the bits depend on", slices.settings()]] if slices is not None else []
-        agreement.ensure("options of the training step and its optimizer", own)
-    parameters, buffers = objective_modules.named_tensors()
-    set_up(model, options.config, groups, agreement, parameters=parameters, buffers=buffers)
-    return agreement
 
 
 def settings_of_rank(optimizers: OptimizerList, options: StepOptions) -> list[Any]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..observe import bundle
 from ..ops.apply_gradients import is_fault
 from ..ranks import rank
-from .components import CallGraphs, Components
+from .components import Components
 from .last_update import LastUpdate, graph_of
 from .state import TrainingState
+
+if TYPE_CHECKING:
+    from .step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +32,7 @@ class BundleRecorder:
         components, graphs, state, last: of the step.
     """
 
-    def __init__(self, components: Components, graphs: CallGraphs, state: TrainingState, last: LastUpdate) -> None:
+    def __init__(self, components: Components, graphs: StepGraphs, state: TrainingState, last: LastUpdate) -> None:
         self._graphs, self._state, self._last, self._safeguard = graphs, state, last, components.safeguard
         self._device, self._described, self._group = components.device, components.report.config, components.groups.gradients
         self._agreement = components.agreement if self._group is not None else None

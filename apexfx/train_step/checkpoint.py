@@ -27,7 +27,7 @@ _OTHERS = {"objective", "kept"}  # that are no sections of slots
 def save(components: Components) -> dict[str, Any]:
     """Return the state of a step; see `TrainStep.state_dict`."""
     state = {"model": components.model.state_dict(), "optimizer": components.optimizers.state_dict(), "scaler": {},
-             "num_ranks": components.num_ranks}
+             "num_ranks": components.groups.num_ranks}
     if of_objective := components.objective_modules.state_dict():
         state["objective"] = of_objective
     components.slots.save(state, _named(components))
@@ -76,9 +76,9 @@ def load(components: Components, state: dict[str, Any]) -> None:
         raise
     if components.slices is not None:
         components.slices.load(state.get("slices"))
-    elif state["num_ranks"] != components.num_ranks and rank() == 0:
+    elif state["num_ranks"] != components.groups.num_ranks and rank() == 0:
         log.warning("apexfx: the state was saved by %d ranks and is loaded by %d: the batch that a step sees, and with it "
-                    "the right learning rate, may be another", state["num_ranks"], components.num_ranks)
+                    "the right learning rate, may be another", state["num_ranks"], components.groups.num_ranks)
     components.slots.load(state, _named(components))
 
 

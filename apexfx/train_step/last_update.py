@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,12 @@ from ..observe.non_finite import NonFinite
 from ..ops.apply_gradients import is_fault
 from ..random_state import forked_random
 from ..ranks import num_ranks, rank
-from .components import CallGraphs, Components
+from .components import Components
 from .parts.loss_scale import BACKOFF_FACTOR, SCALE
 from .parts.safeguard import NOT_SEARCHED, Event
+
+if TYPE_CHECKING:
+    from .step_graphs import StepGraphs
 
 
 class LastCall:
@@ -72,7 +75,7 @@ class LastCall:
         return [x for x in (*leaves, *held) if isinstance(x, Tensor) and not x.is_inference()]
 
 
-def graph_of(graphs: CallGraphs, call: LastCall, *, scale_factor: float) -> tuple[Traced, list[Any]]:
+def graph_of(graphs: StepGraphs, call: LastCall, *, scale_factor: float) -> tuple[Traced, list[Any]]:
     """Return the graph of a call after all passes, and copies of its inputs as they were.
 
     Args:
@@ -90,7 +93,7 @@ def graph_of(graphs: CallGraphs, call: LastCall, *, scale_factor: float) -> tupl
     return traced, inputs
 
 
-def first_non_finite(graphs: CallGraphs, calls: Sequence[LastCall], *, scale_factor: float, accumulates: bool,
+def first_non_finite(graphs: StepGraphs, calls: Sequence[LastCall], *, scale_factor: float, accumulates: bool,
                      first_slice: int | None = None) -> tuple[str, LastCall]:
     """Run the graphs of calls once more, op by op; say in a sentence where what is not finite begins, and return the call.
 
@@ -140,7 +143,7 @@ class LastUpdate:
         norm: of the gradients that were applied last; None before.
     """
 
-    def __init__(self, components: Components, graphs: CallGraphs, name_of: Callable[[int], str | None]) -> None:
+    def __init__(self, components: Components, graphs: StepGraphs, name_of: Callable[[int], str | None]) -> None:
         self._graphs, self._components, self._safeguard, self._name_of = graphs, components, components.safeguard, name_of
         self._slices, self._device = components.slices, components.device
         self._earlier: list[LastCall] = []  # the other slices of the update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,11 @@ class StepOptions:
             raise ValueError(f"apexfx: slices={self.slices} was given on {num_ranks} ranks, expected a multiple of their number: "
                              "each rank computes as many slices of an update")
         return dataclasses.replace(self, accumulate=self.slices // num_ranks)
+
+    def loss_scaling(self, dtypes: Collection[torch.dtype], half: torch.dtype) -> float | str | None:
+        """Return `loss_scale`, by default "dynamic" where one of `dtypes`, or `half`, if the level casts to it, is float16."""
+        in_float16 = torch.float16 in dtypes or self.config.level.casts and half == torch.float16
+        return "dynamic" if self.loss_scale is None and in_float16 else self.loss_scale
 
     @property
     def accumulates(self) -> bool:

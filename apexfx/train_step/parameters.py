@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import has_gradient_hooks
+from ..compiler.process_groups import averaged_over_none
 from ..config import HALVES
 from ..graph.shared_memory import overlapping
 from ..optimizers.update_rules import Option
@@ -137,4 +138,17 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
             raise ValueError(f"apexfx: {where}. No part runs behind that, and {behind[0]} is to: give it place = 'after_clip' to "
                              "run before, or do it after each call of the step (torch.optim.swa_utils.AveragedModel averages)")
         report.note(f"apexfx: {where}{waits}")
+    if not of_rows:
+        _note_ranks_apart(options, report, may_average=bool(outside) or options.keep_grads)
     return outside
+
+
+def _note_ranks_apart(options: StepOptions, report: Report, *, may_average: bool) -> None:
+    """Say once that no gradient is averaged where other ranks are there.
+
+    It is a warning, too, unless an optimizer outside of the graph, or a reader of `.grad`, may average by itself.
+    """
+    if none := averaged_over_none(options.config):
+        message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to "
+                   "train apart, or something else averages")
+        report.note(message) if may_average else report.warn(message)

@@ -95,7 +95,8 @@ class ShardedModel:
 
     Attributes:
         group: the process group that it is sharded over.
-        casts, in_float16: whether it was told in which dtypes to compute, and whether float16 is one.
+        dtypes: in which it was told to compute.
+        casts: whether it was told so, or in which dtype to return outputs.
 
     Raises:
         ValueError: it is sharded in a way that no step computes.
@@ -112,8 +113,8 @@ class ShardedModel:
             raise ValueError("apexfx: the model is sharded over several process groups, and a training step is over one; give "
                              "every fully_shard() the same mesh")
         self.group: dist.ProcessGroup = groups[0].process_group
-        self.casts = any(each.policy.param_dtype or each.policy.output_dtype for each in groups)
-        self.in_float16 = any(each.policy.param_dtype == torch.float16 for each in groups)
+        self.dtypes = {each.policy.param_dtype for each in groups} - {None}
+        self.casts = bool(self.dtypes) or any(each.policy.output_dtype for each in groups)
         self._groups = [(each, [_Parameter(record, each.policy.param_dtype) for record in each.params]) for each in groups]
         self._parameters = [p for _, members in self._groups for p in members]
         fsdp.reshard_after_forward(model, groups)
@@ -128,6 +129,9 @@ class ShardedModel:
             ValueError: it says what.
         """
         config = options.config
+        if options.slices is not None:
+            raise ValueError("apexfx: slices= was given with a model under fully_shard(), whose gradients the ranks add up in an "
+                             "order of their own; leave one of them out")
         own = {id(p.sharded) for p in self._parameters}
         names = {id(p): name for name, p in model.named_parameters()}
         if apart := [p for p in trained if id(p) not in own]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from .mean import StepMean
 from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import with_updates
+from .slices import BuffersOfSlices
 from .slots import SlotTensor, slots_of
 from .step_inputs import StepInputs
 from .structure import Structure
@@ -139,9 +141,9 @@ class TrainingState:
 
     Args:
         components: of the step.
-        kept_buffers: puts back the buffers that a skipped step has replaced; with slices `BuffersOfSlices`; None without both.
 
     Attributes:
+        kept_buffers: puts back the buffers that a skipped step has replaced; with slices `BuffersOfSlices`; None without both.
         now: the state as it was read last.
         accumulated: ids of the parameters that have a gradient in `now.gradient_sums`.
         mean: over calls and ranks, of a loss that is a `Mean`.
@@ -151,8 +153,12 @@ class TrainingState:
         communicated: whether it has begun to communicate.
     """
 
-    def __init__(self, components: Components, kept_buffers: KeptBuffers | None) -> None:
-        self._components, self.kept_buffers = components, kept_buffers
+    def __init__(self, components: Components) -> None:
+        self._components = components
+        kept = BuffersOfSlices if components.slices is not None else KeptBuffers if components.safeguard is not None else None
+        model, given = components.model, components.objective_modules.given
+        self.kept_buffers = kept and kept(lambda: itertools.chain(*(each.modules() for each in (model, *given))),
+                                          accumulates=components.options.accumulates)
         self.now = StepState()
         self._structure: Structure | None = None  # of the optimizers, which `now` follows from
         self._num_hooks = num_hooks()
@@ -219,6 +225,11 @@ class TrainingState:
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""
         return self.call_number % self._components.options.accumulate
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the call that is next, or under way, leaves the update to one behind it."""
+        return self.num_accumulated_calls() + 1 < self._components.options.accumulate
 
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Have random numbers be those of the slice that the next call computes, in this context; any, without slices."""

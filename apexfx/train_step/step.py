@@ -4,57 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import passes
-from .._torch import local_rows, under_fully_shard
-from ..compiler.buffers_put_back import KeptBuffers
-from ..compiler.model_index import ModelIndex
-from ..compiler.model_setup import check_model
-from ..compiler.process_groups import Groups, averaged_over_none
+from .._torch import local_rows
 from ..config import TransformConfig, brief, is_number
 from ..distributed.agreement import Communication, check_alive
 from ..errors import NonFiniteError
 from ..graph.printing import count_text, first_names
-from ..host_memory import keep_freed_memory
 from ..ops.apply_gradients import is_skipped
 from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
-from .agreed_settings import set_up_step
 from .bundle_recorder import BundleRecorder
-from .components import CallGraphs, Components
+from .components import checked, set_up_step
 from .digest import digest
 from .flush import apply_accumulated
 from .hyperparameters import numbers_of
 from .last_update import LastUpdate
-from .model import StepModel, check_modules, warn_of_eval_mode, warn_of_half_parameters
-from .objective import ObjectiveModules
-from .optimizer_list import OptimizerList
+from .model import warn_of_eval_mode
 from .options import StepOptions
-from .parameters import check_optimizer, trained_parameters
-from .parts import in_order
 from .parts.average import averaged_model
 from .parts.loss_scale import SkipsTeller
-from .parts.norm import SKIPS, Norm
-from .parts.safeguard import LOG, STATE, Event, SafeguardLog
+from .parts.norm import Norm
+from .parts.safeguard import Event
 from .replicas import replica_check
-from .slices import BuffersOfSlices, Slices
-from .slots import Slots
 from .state import TrainingState
-from .wrong_call import LOSS_BACKWARD, Call, note_second_updates
-
-if TYPE_CHECKING:
-    from .sharded import ShardedModel
-    from .sharded_update import ShardedUpdate
+from .wrong_call import LOSS_BACKWARD, Call
 
 log = logging.getLogger(__name__)
 
@@ -81,60 +63,17 @@ class TrainStep:
     def __init__(self, model: nn.Module, objective: Callable[..., Any],
                  optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], options: StepOptions,
                  modules: Sequence[nn.Module] = ()) -> None:
-        config = options.config
-        check_model(model, config, "train_step", give="give train_step() the module",
-                    inner="give train_step() the inner module, and ddp=True instead of the wrapper", may_be_sharded=True)
-        passes.check_names(config, is_train_step=True)
         self.model, self.optimizer, self.objective = model, optimizer, objective
-        self.report = report = Report(options.describe())
-        sharded = _sharded(model)
-        groups = Groups(config, sharded.group if sharded is not None else None)
-        check_modules(model, groups.batch_norm)
-        objective_modules, optimizers = ObjectiveModules(objective, model, modules), OptimizerList(optimizer)
-        trained = trained_parameters(model, objective_modules, optimizers)
-        half = config.half_dtype(p.device for p in model.parameters())
-        casts_to = half if config.level.half_parameters else None
-        in_float16 = config.level.casts and half == torch.float16 or any(p.dtype == torch.float16 for p in trained) \
-            or sharded is not None and sharded.in_float16
-        device = trained[0].device
-        loss_scaling = options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None
-        num_ranks = groups.user.size() if groups.user is not None else 1
-        options = options.over(num_ranks)
-        if options.slices is not None and sharded is not None:
-            raise ValueError("apexfx: slices= was given with a model under fully_shard(), whose gradients the ranks add up in an "
-                             "order of their own; leave one of them out")
-        sharded_update = _sharded_update(options, groups, optimizers, trained)
-        shared = sharded_update if options.slices is not None else None
-        rows_over = groups.gradients if options.shard is not None and shared is None else groups.shards
-        parts = in_order(options, loss_scaling, optimizers, rows_over and rows_over.group_name, shared)
-        slots = Slots([slot for part in parts for slot in part.slots()], trained[0])
-        safeguard = None if options.safeguard is None else SafeguardLog(options.safeguard, slots[SKIPS], slots[STATE], slots[LOG])
-        if sharded is not None:
-            sharded.check(model, trained, optimizers, options)
-        if sharded_update is not None:
-            slots.layout = optimizers.layout = sharded_update
-        self._outside = check_optimizer(optimizers, trained, options, loss_scaling, report, casts_to,
-                                        of_rows=sharded is not None or sharded_update is not None)
-        self._note_ranks_apart(options)
-        if sharded is None or not sharded.casts:
-            warn_of_half_parameters(model, config, report)
-        # From here on, things change.
-        if device.type == "cpu":
-            keep_freed_memory()
-        note_second_updates(optimizers, report)
-        slices = Slices(options, groups.gradients, device) if options.slices is not None else None
-        agreement = set_up_step(model, objective_modules, optimizers, groups, options, slices)
-        step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report, sharded)
-        self._components = components = Components(
-            model, step_model, objective, objective_modules, optimizers, options, loss_scaling, parts, slots, safeguard, report,
-            ModelIndex(lambda: model), groups, agreement, sharded, sharded_update, slices, device)
-        self._skips_teller = SkipsTeller(slots[SKIPS]) if loss_scaling is not None else None
-        kept = BuffersOfSlices if slices is not None else KeptBuffers if safeguard is not None else None
-        self._state = TrainingState(components, kept and kept(
-            lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
-            accumulates=options.accumulates))
-        self._graphs = _graphs(components, self._state)
-        self._replicas = replica_check(options.safeguard, groups, report)
+        self._components = components = set_up_step(checked(model, objective, optimizer, options, modules))
+        self.report = components.report
+        self._skips_teller = SkipsTeller(components.skips) if components.loss_scaling is not None else None
+        self._state = TrainingState(components)
+        if options.fallback is None:  # only here, as either imports torch's compilers
+            from .step_graphs import StepGraphs as Graphs
+        else:
+            from .in_pieces import StepInPieces as Graphs
+        self._graphs = Graphs(components, self._state)
+        self._replicas = replica_check(options.safeguard, components.groups, self.report)
         self._last = LastUpdate(components, self._graphs, self._state.name_of)
         self._recorder = BundleRecorder(components, self._graphs, self._state, self._last)
         self._was_training, self._rates = True, list[float]()
@@ -178,7 +117,6 @@ class TrainStep:
                                "a loop raises, and a step trains; leave that first, or call the model itself to evaluate it")
         components, state = self._components, self._state
         check_alive(components.groups.user)
-        self._note_ranks_apart(components.options)
         if self.model.training is not self._was_training:
             self._was_training = self.model.training
             warn_of_eval_mode(self.model, self.report)
@@ -188,9 +126,8 @@ class TrainStep:
             state.prepare(cached=True)
             self._warn_of_habits()
             self._check_autocast()
-            number = state.num_accumulated_calls() + 1
-            self._last.start_call(batch, named, first=number == 1)
-            accumulates = number < components.options.accumulate
+            self._last.start_call(batch, named, first=not state.num_accumulated_calls())
+            accumulates = state.accumulates
             if components.agreement is not None:  # a rank that fails in a call that accumulates would lag behind by one
                 components.agreement.begin()
             with call.explained():
@@ -203,16 +140,6 @@ class TrainStep:
         self._after_call(updated=not accumulates)
         loss.backward = LOSS_BACKWARD
         return (loss, *rest) if rest else loss
-
-    def _note_ranks_apart(self, options: StepOptions) -> None:
-        """Say once that no gradient is averaged where other ranks are there.
-
-        It is a warning, too, unless an optimizer outside of the graph, or a reader of `.grad`, may average by itself.
-        """
-        if none := averaged_over_none(options.config) if not under_fully_shard([self.model]) else "":
-            message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to "
-                       "train apart, or something else averages")
-            self.report.note(message) if self._outside or options.keep_grads else self.report.warn(message)
 
     def _warn_of_habits(self) -> None:
         """Say once what a loop does around its calls and a step takes no part in: other gradients; a schedule that runs ahead."""
@@ -318,7 +245,7 @@ class TrainStep:
         num_graphs = len(self.report.graphs)
         compiled = count_text(num_graphs, "graph") if num_graphs else "no graph"
         return (f"TrainStep({type(self.model).__name__}, {self._components.optimizers.name}, {options_text(self.report.config)}, "
-                f"{count_text(self._components.num_ranks, 'rank')}): {compiled}")
+                f"{count_text(self._components.groups.num_ranks, 'rank')}): {compiled}")
 
     def __str__(self) -> str:
         """What it is, then what its end does, part by part, once it has run."""
@@ -512,34 +439,3 @@ class TrainStep:
         self._state.drop_accumulated()
         self._last.forget_call()
         self._last.norm = None
-
-
-def _sharded_update(options: StepOptions, groups: Groups, optimizers: OptimizerList,
-                    trained: Sequence[Tensor]) -> ShardedUpdate | None:
-    """Return what shards the update where `shard=` asks for that."""
-    if options.shard is None:
-        return None
-    from .sharded_update import ShardedUpdate, check_shard
-
-    check_shard(options, optimizers, trained)
-    return ShardedUpdate(groups.gradients, trained[0].device, whole=not options.parts)
-
-
-def _sharded(model: nn.Module) -> ShardedModel | None:
-    """Return what `fully_shard` was told of a model, where it is under that."""
-    if not under_fully_shard(model.modules()):
-        return None
-    from .sharded import ShardedModel
-
-    return ShardedModel(model)
-
-
-def _graphs(components: Components, state: TrainingState) -> CallGraphs:
-    """Return what runs the calls of a step. That imports torch's compilers."""
-    if components.options.fallback is not None:
-        from .in_pieces import StepInPieces
-
-        return StepInPieces(components, state)
-    from .step_graphs import StepGraphs
-
-    return StepGraphs(components, state)

@@ -27,7 +27,7 @@ from ..compiler.process_groups import Groups
 from ..compiler.refusals import check_plain
 from ..compiler.rewritten_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
 from ..compiler.traced import Traced
-from ..distributed.agreement import TRAINED, Agreement, Communication, explained
+from ..distributed.agreement import TRAINED, Communication, explained
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node, written_parameter
 from ..graph.marks import IN_BACKWARD, INSERTED_BY, NAME
@@ -50,6 +50,7 @@ from .options import StepOptions
 from .slices import check_slice
 
 if TYPE_CHECKING:
+    from .components import Components
     from .sharded import ShardedModel
     from .state import TrainingState
 
@@ -61,109 +62,55 @@ class NotRun(Exception):
 
 
 @dataclass(frozen=True)
-class StepContext:
-    """What the graphs of a step are compiled for.
-
-    Attributes:
-        options: of the step.
-        groups: the process groups.
-        index: of the names of the model's tensors and of the optimizer's state.
-        agreement: among the ranks, before a graph first runs; None on one rank.
-        sharded: the model where it is under `fully_shard`.
-        reduces_each_call: as of `Components`.
-    """
-
-    options: StepOptions
-    groups: Groups
-    index: ModelIndex
-    agreement: Agreement | None = None
-    sharded: ShardedModel | None = None
-    reduces_each_call: bool = False
-
-
-@dataclass(frozen=True)
 class _Captured:
     """What is known of a graph as it was captured, for as long as it runs: of its first inputs nothing."""
 
     placeholders: tuple[Placeholder, ...]
     shards: dict[int, Any]  # by their places those of the inputs that are sharded, of which the graph gets rows
+    by_forward: list[int]  # places of the inputs that the forward writes
     reached: list[bool]  # for each parameter whether the loss depends on it; [] without a backward
     is_mean: bool  # whether the loss is a `Mean`
     checks: list[Callable[[Sequence[Any]], Any]]  # of the inputs of each call, before it runs
+    left_out: int  # bytes of the optimizer's state that the graph does not take
 
 
-class StepCompiler:
-    """Compiles the graph of a training step: the callable that `torch.compile` is given.
+class StepRewriter:
+    """Rewrites the graph of a training step. What `torch.compile` is given either compiles it then, or keeps it.
 
     Forward and backward are one graph here. The forward passes run over it as Dynamo captured it, where
     `torch.autograd.grad` is a node; those of the backward and of the step run over what AOTAutograd makes of it.
 
     Args:
-        step: which it is.
-        report: gets the graphs.
-        state: the optimizer's is in memory whether a graph takes it or not, and the numbers of its groups are to be those of all
-            ranks. It is told when a run is about to communicate, and to change something. None for a graph that does not run.
-        on_loss: called before each run, with `is_mean` for a loss that is a `Mean`, and `present`, for each parameter whether it
-            has a gradient.
-        reduce_gradients: False compiles the variant that accumulates.
-        traces: keep a graph in place of running it; its nodes say what they are the backward of.
+        options, report: of the step; the latter gets the graphs.
+        groups: the process groups.
+        index: of the names of the model's tensors and of the optimizer's state.
+        reduce_gradients: False for the variant that accumulates.
+        held: returns the optimizer's state, which is in memory whether a graph takes it or not.
 
     Attributes:
+        sharded, reduces_each_call: as of `Components`, where the graph is not traced on one rank alone.
         compiled: graphs, while Dynamo has what runs them.
-        not_run: those that have not run yet.
-        traced: the graph that was kept.
     """
 
-    def __init__(self, step: StepContext, report: Report, state: TrainingState | None = None, *,
-                 on_loss: Callable[..., None] = lambda **_: None, reduce_gradients: bool = True, traces: bool = False) -> None:
-        self.step, self.config, self.groups, self.sharded = step, step.options.config, step.groups, step.sharded
-        self.report, self.state, self.on_loss = report, state, on_loss
-        self.reduce_gradients = reduce_gradients
-        self.traces = traces
-        self.traced: Traced | None = None
-        self._runs = True
-        self.not_run: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+    sharded: ShardedModel | None = None
+    reduces_each_call = False
+
+    def __init__(self, options: StepOptions, report: Report, groups: Groups, index: ModelIndex, *, reduce_gradients: bool = True,
+                 held: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
+        self.options, self.config, self.report, self.groups, self.index = options, options.config, report, groups, index
+        self.reduce_gradients, self._held = reduce_gradients, held
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
-    @contextlib.contextmanager
-    def without_running(self) -> Iterator[None]:
-        """Raise `NotRun` in place of running a graph, in this context: what a run returns would be written to the model."""
-        self._runs = False
-        try:
-            yield
-        finally:
-            self._runs = True
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    def _rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[_Captured, RewrittenGraph]:
+        """Return what is known of a captured graph, and the graph behind its forward passes."""
         captured, inputs = self._read(gm, example_inputs)
-        context = self._context(captured, example_inputs, has_backward=_backward(gm) is not None)
+        context = self._context(captured, has_backward=_backward(gm) is not None)
         graph = rewrite(gm, inputs, context, self.config, self.groups, self.report, trains=True,
-                        mode=self.step.index.mode() if context.has_backward else "update")
-        self._note_composed(gm)
-        params, present = _applied(gm)
-        collectives = self._collectives(graph, list(itertools.compress(params, present)), captured.reached)
-        agreement = self.step.agreement if collectives else None
-
-        def communicate() -> None:
-            if agreement is not None:
-                agreement.before_run(communication)
-            self.state.note_communication()
-
-        step_passes = StepPasses(graph, present, context.left_out, lambda: self.state.note_change(), communicate,
-                                 self.groups.names())
-        if self.traces:
-            return self._keeping(graph, step_passes)
-        if context.has_backward:
-            _backward(gm).target = _traced_gradients if captured.shards else _numbered_gradients
-        compiled = graph.compile(step_passes, self.report)
-        communication = Communication(
-            f"collectives of graph {graph.record.index} of the step",
-            [*collectives, *graph.record.stages[-1].collectives],  # the latter in the order that all passes have left
-            self.step.index.mode, lambda: self.state.numbers())
-        self._check_budget(graph.record)
-        warn_unmatched(self.report)
-        waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
-        return self._guarded(compiled, captured, step_passes, waits)
+                        mode=self.index.mode() if context.has_backward else "update")
+        if composed := compose_norms(gm):
+            self.report.note(f"apexfx: the loss holds derivatives, so {', '.join(composed)} is composed of ops: torch's own "
+                             "derivative of that order is wrong")
+        return captured, graph
 
     def _read(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[_Captured, Sequence[Any]]:
         """Name the inputs of a captured graph, refuse what no step does, and look up what passes will take apart.
@@ -171,58 +118,147 @@ class StepCompiler:
         The inputs come back with rows in the place of sharded ones.
         """
         _switch_gradients_on(gm)
-        placeholders = read_inputs(gm, example_inputs, self.config, self.step.index, is_train_step=True)
+        placeholders = read_inputs(gm, example_inputs, self.config, self.index, is_train_step=True)
         check_plain(placeholders, example_inputs)
         check_indices = IndexRanges(gm, placeholders, self.config.check_indices)
         _check_no_backward(gm)
         check_functions(gm)
-        if self.state is not None:
-            self.state.check_reads()
-        leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
         reached = _reached(gm)
         by_forward = _written_by_forward(gm, placeholders)
-        self._check_written(gm, [(placeholders[place], example_inputs[place]) for place in by_forward])
+        self._check_written(gm, by_forward)
         is_mean = self._is_mean(gm, placeholders)
-        if is_mean and not self.reduce_gradients and not self.step.reduces_each_call:
+        if is_mean and not self.reduce_gradients and not self.reduces_each_call:
             self._share_counts(gm)
-        shards: dict[int, Any] = {}
+        shards, inputs = dict[int, Any](), example_inputs
         if self.sharded is not None:
             shards = self.sharded.shards(example_inputs)
             placeholders = as_rows(placeholders, {place: p.rows for place, p in shards.items()})
-            example_inputs = _with_rows(example_inputs, shards, fake_mode(gm.graph))
+            inputs = _with_rows(example_inputs, shards, fake_mode(gm.graph))
         checks: list[Callable[[Sequence[Any]], Any]] = [check_indices]
         if (updated := _updated(gm)) or by_forward:
             checks.insert(0, MemoryCheck(placeholders, updated, by_forward))
-        if leaves:
-            checks.insert(0, lambda args: [check_leaf(leaf.name, args[leaf.index]) for leaf in leaves])
-        return _Captured(placeholders, shards, reached, is_mean, checks), example_inputs
-
-    def _check_written(self, gm: fx.GraphModule, written: Sequence[tuple[Placeholder, Any]]) -> None:
-        """Refuse what the forward writes and may not: parameters that are not updated here, of a slice all but buffers."""
-        nodes = gm.graph.find_nodes(op="placeholder")
-        if not self.reduce_gradients:  # a graph that updates refuses it where it does
-            for p, _ in written:
-                if nodes[p.index] in _backward(gm).args[1]:
-                    raise written_parameter(nodes[p.index].meta[NAME])
-        if self.step.options.slices is not None and _backward(gm) is not None:
-            kept = self.state.kept_buffers
-            check_slice([p for p, x in written if not is_of_batch(p, x) and not kept.holds(x)], issued(gm, ()))
-
-    def _context(self, captured: _Captured, example_inputs: Sequence[Any], *, has_backward: bool) -> passes.Context:
-        sharded, shards, options = self.sharded, captured.shards, self.step.options
         taken = set(map(id, example_inputs))
-        left_out = sum(x.nbytes for x in (self.state.now.tensors if self.state is not None else ()) if id(x) not in taken)
+        left_out = sum(x.nbytes for x in self._held() if id(x) not in taken)
+        return _Captured(placeholders, shards, by_forward, reached, is_mean, checks, left_out), inputs
+
+    def _check_written(self, gm: fx.GraphModule, by_forward: Sequence[int]) -> None:
+        """Refuse a forward that writes parameters where they are not updated; a graph that updates refuses it where it does."""
+        nodes = gm.graph.find_nodes(op="placeholder")
+        for place in by_forward if not self.reduce_gradients else ():
+            if nodes[place] in _backward(gm).args[1]:
+                raise written_parameter(nodes[place].meta[NAME])
+
+    def _context(self, captured: _Captured, *, has_backward: bool) -> passes.Context:
+        sharded, shards, options = self.sharded, captured.shards, self.options
         return passes.Context(
             captured.placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients, is_train_step=True,
-            memory_budget=options.memory_budget, left_out=left_out, safeguard=options.safeguard is not None,
+            memory_budget=options.memory_budget, left_out=captured.left_out, safeguard=options.safeguard is not None,
             shards=sharded.groups(shards) if shards else (), sharded_sums=sharded.sums(shards) if shards else (),
             cast_by_policy=sharded is not None and sharded.casts, sharded_over=self.groups.shards, shard=options.shard,
             has_backward=has_backward)
 
-    def _note_composed(self, gm: fx.GraphModule) -> None:
-        if composed := compose_norms(gm):
-            self.report.note(f"apexfx: the loss holds derivatives, so {', '.join(composed)} is composed of ops: torch's own "
-                             "derivative of that order is wrong")
+    def _is_mean(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> bool:
+        if not self.reduce_gradients:
+            return any(p.name == MEANS for p in placeholders)
+        return (node := apply_node(gm)) is not None and len(node.args) > 4  # which takes the count of a `Mean`
+
+    def _share_counts(self, gm: fx.GraphModule) -> None:
+        """Have the counts of a call that accumulates be those of all ranks only where its backward, or a pass, communicates."""
+        if self.groups.gradients is None:
+            if (self.groups.batch_norm or issued(gm, ())) and dist.get_world_size() > 1:
+                raise counts_apart()
+        elif self.groups.batch_norm is None and not self.config.passes:
+            leave_counts_apart(gm)
+
+
+class StepTracer(StepRewriter):
+    """Keeps the graph of a training step, as `traced`, in place of running it; nodes say what they are the backward of."""
+
+    traced: Traced
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        captured, graph = self._rewritten(gm, example_inputs)
+        outputs, grad = [], _backward(gm)
+        for node in gm.graph.output_node().args[0]:
+            while isinstance(node, fx.Node) and is_inserted_cast(node):
+                node = node.args[0]
+            of = grad.args[1][node.args[1]] if isinstance(node, fx.Node) and grad in node.args else None
+            outputs.append(of.meta[NAME] if of is not None else "")
+        mark_ops(gm)
+        grad.target = _traced_gradients
+        gm.recompile()
+
+        def keep(lowered: fx.GraphModule, inputs: list[Any]) -> None:
+            self.traced = Traced(lowered, inputs, graph.record.forward.ops, _in_order(lowered, outputs))
+            raise NotRun
+
+        return graph.trace(StepPasses(graph, _applied(gm)[1], captured.left_out, self.groups.names()), keep)
+
+
+class StepCompiler(StepRewriter):
+    """Compiles the graph of a training step.
+
+    Args:
+        components: of the step.
+        groups, reduce_gradients: as of `StepRewriter`.
+        state: the numbers of the optimizer's groups are to be those of all ranks. It is told when a run is about to communicate,
+            and to change something.
+        on_loss: called before each run, with `is_mean` for a loss that is a `Mean`, `present`, for each parameter whether it
+            has a gradient, and `captures`, whether the graph is not to run.
+    """
+
+    def __init__(self, components: Components, groups: Groups, state: TrainingState, *,
+                 on_loss: Callable[..., None] = lambda **_: None, reduce_gradients: bool = True) -> None:
+        super().__init__(components.options, components.report, groups, components.index, reduce_gradients=reduce_gradients,
+                         held=lambda: state.now.tensors)
+        self.sharded, self.reduces_each_call = components.sharded, components.reduces_each_call
+        self.agreement, self.state, self.on_loss, self._captures = components.agreement, state, on_loss, False
+        self.not_run: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # what has not run yet
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Raise `NotRun` in place of running a graph, in this context: what a run returns would be written to the model."""
+        self._captures = True
+        try:
+            yield
+        finally:
+            self._captures = False
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        captured, graph = self._rewritten(gm, example_inputs)
+        params, present = _applied(gm)
+        collectives = self._collectives(graph, list(itertools.compress(params, present)), captured.reached)
+        communication = Communication(f"collectives of graph {graph.record.index} of the step", collectives,
+                                      self.index.mode, self.state.numbers)
+        agreement = self.agreement if collectives else None
+
+        def communicate() -> None:
+            if agreement is not None:
+                agreement.before_run(communication)
+            self.state.note_communication()
+
+        step_passes = StepPasses(graph, present, captured.left_out, self.groups.names(), self.state.note_change, communicate)
+        if (backward := _backward(gm)) is not None:
+            backward.target = _traced_gradients if captured.shards else _numbered_gradients
+        compiled = graph.compile(step_passes, self.report)
+        communication.items = [*collectives, *graph.record.stages[-1].collectives]  # the latter as all passes have left them
+        self._check_budget(graph.record)
+        warn_unmatched(self.report)
+        what = f"the {communication.what}"
+        waits = functools.partial(explained, agreement.group, what) if agreement is not None else contextlib.nullcontext
+        return self._guarded(compiled, captured, step_passes, waits)
+
+    def _read(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[_Captured, Sequence[Any]]:
+        """Refuse, too, what a graph that runs may neither read nor write."""
+        captured, inputs = super()._read(gm, example_inputs)
+        self.state.check_reads()
+        if leaves := self._leaves_of_batch(gm, captured.placeholders, example_inputs):
+            captured.checks.insert(0, lambda args: [check_leaf(leaf.name, args[leaf.index]) for leaf in leaves])
+        if self.options.slices is not None and _backward(gm) is not None:
+            written = [(captured.placeholders[place], example_inputs[place]) for place in captured.by_forward]
+            kept = self.state.kept_buffers
+            check_slice([p for p, x in written if not is_of_batch(p, x) and not kept.holds(x)], issued(gm, ()))
+        return captured, inputs
 
     def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                          example_inputs: Sequence[Any]) -> list[Placeholder]:
@@ -239,19 +275,6 @@ class StepCompiler:
                              "computes none of it: its .grad stays as it is")
         return of_batch
 
-    def _is_mean(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> bool:
-        if not self.reduce_gradients:
-            return any(p.name == MEANS for p in placeholders)
-        return (node := apply_node(gm)) is not None and len(node.args) > 4  # which takes the count of a `Mean`
-
-    def _share_counts(self, gm: fx.GraphModule) -> None:
-        """Have the counts of a call that accumulates be those of all ranks only where its backward, or a pass, communicates."""
-        if self.groups.gradients is None:
-            if (self.groups.batch_norm or issued(gm, ())) and dist.get_world_size() > 1:
-                raise counts_apart()
-        elif self.groups.batch_norm is None and not self.config.passes:
-            leave_counts_apart(gm)
-
     def _collectives(self, graph: RewrittenGraph, applied: Sequence[fx.Node], reached: Sequence[bool]) -> list[Any]:
         """Describe what the graph will communicate, and the gradients in it; [] of one that does not.
 
@@ -264,13 +287,13 @@ class StepCompiler:
         if not rows:
             return []
         trained = applied if self.reduce_gradients else ()
-        if self.step.reduces_each_call and reached:  # be they applied in this call or accumulated
+        if self.reduces_each_call and reached:  # be they applied in this call or accumulated
             trained = [*itertools.compress(_backward(graph.gm).args[1], reached), *trained]
         return [numeric_options(self.config), *rows, *([TRAINED, p.meta[NAME]] for p in trained)]
 
     def _check_budget(self, record: GraphReport) -> None:
         memory = record.stages[-1].memory
-        budget = self.step.options.memory_budget
+        budget = self.options.memory_budget
         if not budget or memory is None or memory.peak <= budget:
             return
         message = (f"apexfx: memory_budget={budget} was given, and {memory.peak} bytes is the least that recompute "
@@ -289,8 +312,8 @@ class StepCompiler:
                 args = _with_rows(args, captured.shards)
             for check in captured.checks:
                 check(args)
-            self.on_loss(is_mean=captured.is_mean, present=captured.reached)
-            if not self._runs:
+            self.on_loss(is_mean=captured.is_mean, present=captured.reached, captures=self._captures)
+            if self._captures:
                 raise NotRun
             with waits():
                 if not step_passes.begins_itself:
@@ -302,25 +325,6 @@ class StepCompiler:
 
         self.not_run.add(compiled)  # and not `run`, which would hold itself
         return run
-
-    def _keeping(self, graph: RewrittenGraph, step_passes: StepPasses) -> Callable[..., Any]:
-        """Return what keeps a graph, its nodes marked by the op that they belong to, and those of the backward as such."""
-        gm, outputs = graph.gm, []
-        grad = _backward(gm)
-        for node in gm.graph.output_node().args[0]:
-            while isinstance(node, fx.Node) and is_inserted_cast(node):
-                node = node.args[0]
-            of = grad.args[1][node.args[1]] if isinstance(node, fx.Node) and grad in node.args else None
-            outputs.append(of.meta[NAME] if of is not None else "")
-        mark_ops(gm)
-        grad.target = _traced_gradients
-        gm.recompile()
-
-        def keep(lowered: fx.GraphModule, inputs: list[Any]) -> None:
-            self.traced = Traced(lowered, inputs, graph.record.forward.ops, _in_order(lowered, outputs))
-            raise NotRun
-
-        return graph.trace(step_passes, keep)
 
 
 def _with_rows(inputs: Sequence[Any], shards: dict[int, Any], mode: FakeTensorMode | None = None) -> list[Any]:
@@ -379,15 +383,15 @@ class StepPasses(LoweredPasses):
     Args:
         present: for each parameter, whether it had a gradient when the graph was captured; [] where none is applied.
         left_out: bytes of the optimizer's state that the graph does not take.
+        common: the names of the groups that all ranks are in.
         on_change, on_communication: called when a run is about to change something, or to communicate, for the first time: of
             code before the run, as Inductor's kernels change memory and no version; op by op before the node that does.
-        common: the names of the groups that all ranks are in.
     """
 
     is_train_step = True
 
-    def __init__(self, graph: RewrittenGraph, present: Sequence[bool], left_out: int, on_change: Callable[[], None],
-                 on_communication: Callable[[], None], common: Collection[str]) -> None:
+    def __init__(self, graph: RewrittenGraph, present: Sequence[bool], left_out: int, common: Collection[str],
+                 on_change: Callable[[], None] = lambda: None, on_communication: Callable[[], None] = lambda: None) -> None:
         super().__init__(graph.pipeline, graph.record, graph.placeholders, graph.uuid, graph.key)
         self._present, self._left_out = present, left_out
         self._on_change, self._on_communication, self._common = on_change, on_communication, common

@@ -13,7 +13,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from .model import StepModel, check_contexts, check_traceable
 from .options import StepOptions
 from .slices import found_by_any, sum_over_ranks
 from .state import TrainingState
-from .step_compiler import NotRun, StepCompiler, StepContext
+from .step_compiler import NotRun, StepCompiler, StepTracer
 from .step_inputs import StepInputs
 
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
@@ -79,17 +79,15 @@ class StepGraphs:
         options, groups = components.options, copy.copy(components.groups)
         if components.slices is not None:
             groups.gradients = None  # the graph of a slice is the same on any number of ranks
-        self._context = StepContext(options, groups, components.index, components.agreement, components.sharded,
-                                    components.reduces_each_call)
+        self._groups = groups
         self._steps = self._variant(run_step, on_loss=self._before_run)
         self._accumulates = self._variant(run_accumulate, on_loss=self._before_run, reduce_gradients=False)
         self._updates = self._variant(run_update)
         self._updates_apart = options.accumulates and (groups.gradients or groups.shards) is None
-        self._ends = False  # the call under way ends an accumulation, which `_before_run` is called too deep to be given
         self._known: set[tuple[Any, ...]] = set()  # updates that were compiled
 
     def _variant(self, function: Callable[..., Any], **options: Any) -> _Variant:
-        compiler = StepCompiler(self._context, self._components.report, self._state, **options)
+        compiler = StepCompiler(self._components, self._groups, self._state, **options)
         # Slices of one size have one code, whatever sizes a rank has seen before.
         dynamic = False if self._components.slices is not None else self._components.options.config.dynamic
         compiling = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=dynamic)
@@ -102,7 +100,6 @@ class StepGraphs:
         once for all calls of an accumulation.
         """
         check_contexts()
-        self._ends = not accumulates
         if self._components.slices is not None:
             return self._run_slice(batch, named, accumulates=accumulates)
         if accumulates or not self._updates_apart:
@@ -144,14 +141,14 @@ class StepGraphs:
                 return self._run_cached(variant, *args)
         return self._compile_and_run(variant, *args)
 
-    def _before_run(self, *, is_mean: bool, present: Sequence[bool]) -> None:
+    def _before_run(self, *, is_mean: bool, present: Sequence[bool], captures: bool) -> None:
         """Refuse a loss of another kind, and compile what applies the gradients of this call, before it changes anything."""
         self._state.mean.check(is_mean=is_mean)
-        if self._ends and self._updates_apart:
+        if self._updates_apart and (captures or not self._state.accumulates):
             present = self._with_earlier(present)
             key = self._state.now.plan.text, present, is_mean
             if key not in self._known:
-                with self._compiling(), self._updates.compiler.without_running():
+                with self._compiling(), self._updates.compiler.capturing():
                     self._updates.compiling(self._static_inputs(), present, is_mean)
                 self._known.add(key)
 
@@ -170,9 +167,8 @@ class StepGraphs:
     def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Compile what ends an accumulation, and run nothing."""
         check_contexts()
-        self._ends = True
         variant = self._accumulates if self._updates_apart else self._steps
-        with forked_random(), variant.compiler.without_running():
+        with forked_random(), variant.compiler.capturing():
             self._compile_and_run(variant, batch, named)
 
     def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
@@ -183,12 +179,12 @@ class StepGraphs:
         Raises:
             As a call.
         """
-        check_traceable(self._components.model, self._components.options)
-        is_slice = self._components.slices is not None
-        compiler = StepCompiler(replace(self._context, agreement=None), Report(self._components.report.config), self._state,
-                                reduce_gradients=not is_slice, traces=True)
-        return trace(run_accumulate if is_slice else run_step, compiler, self._components.step_model,
-                     self._state.inputs(self._components.model), batch, named)
+        components, is_slice = self._components, self._components.slices is not None
+        check_traceable(components.model, components.options)
+        tracer = StepTracer(components.options, Report(components.report.config), self._groups, components.index,
+                            reduce_gradients=not is_slice, held=lambda: self._state.now.tensors)
+        inputs = self._state.inputs(components.model)
+        return trace(run_accumulate if is_slice else run_step, tracer, components.step_model, inputs, batch, named)
 
     def _run_cached(self, variant: _Variant, *args: Any) -> tuple[Any, ...]:
         """Run the graph that has run for such a call before; nothing is looked at that its guards see.
@@ -247,22 +243,22 @@ class StepGraphs:
                 mark_static_address(tensor, guard=False)
 
 
-def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel, inputs: StepInputs, batch: tuple[Any, ...],
+def trace(function: Callable[..., Any], tracer: StepTracer, model: StepModel, inputs: StepInputs, batch: tuple[Any, ...],
           named: dict[str, Any]) -> Traced:
     """Return the graph of a function of a step after all passes, for this batch alone, and its inputs; run nothing.
 
     Raises:
         As a call of a step.
     """
-    compiled = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
+    compiled = torch.compile(compiled_separately(function), backend=WeakBackend(tracer), fullgraph=True, dynamic=False)
 
     def capture() -> None:
         with CAPTURE_LOCK, contextlib.suppress(NotRun), forked_random(), dynamo_config.patch(_dynamo_settings()), \
-                torch.no_grad(), capture_errors(compiler.report), model.traceable():
+                torch.no_grad(), capture_errors(tracer.report), model.traceable():
             compiled(inputs, batch, named)
 
     run_or_raise_as_eager(capture, functools.partial(model.run_in_eager, inputs.objective, batch, named))
-    return compiler.traced
+    return tracer.traced
 
 
 def trace_gradients(model: StepModel, objective: Callable[..., Any], config: TransformConfig, groups: Groups,
@@ -273,17 +269,16 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
     Args:
         model, objective, params, scale, calls: as of `StepInputs`.
         config: the options that `transform` has, too.
-        groups: as of `StepContext`.
+        groups: the process groups.
 
     Raises:
         As a call of a step.
     """
     index = ModelIndex(lambda: model.model)
     index.add_parameters(model.objective_modules.named_tensors()[0])
-    compiler = StepCompiler(StepContext(StepOptions(config), groups, index), Report(config.describe()), reduce_gradients=False,
-                            traces=True)
+    tracer = StepTracer(StepOptions(config), Report(config.describe()), groups, index, reduce_gradients=False)
     inputs = StepInputs(model.model, objective, params, scale=scale, calls=calls)
-    return trace(run_gradients, compiler, model, inputs, batch, named)
+    return trace(run_gradients, tracer, model, inputs, batch, named)
 
 
 def _dynamo_settings() -> dict[str, Any]:

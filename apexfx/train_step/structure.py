@@ -66,8 +66,8 @@ class Structure:
 
 def _facts(optimizer: torch.optim.Optimizer, scheduled: Mapping[int, Collection[str]]) -> list[Any]:
     return [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state), *map(id, optimizer.param_groups),
-            *((key, id(value) if key[1] == "step" else comparable_value(value, _number_or_version))
-              for key, value in settings_of(optimizer, scheduled))]
+            *[(key, id(value) if key[1] == "step" else comparable_value(value, _number_or_version))
+              for key, value in settings_of(optimizer, scheduled)]]
 
 
 def _number_or_version(tensor: Tensor) -> Any:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import apexfx
 from apexfx.compiler import prover
 from apexfx.optimizers import FusedAdam
+from apexfx.train_step.step_compiler import StepCompiler
 from tests.own_optimizers import RMSprop
 from tests.tables import table
 from tests.train_step.changing_models import WIDTH, Eager, Heads, assert_same_training, heads, samples
@@ -109,6 +110,24 @@ def test_compiled_code_that_fails_may_have_changed_something(inner, proved, monk
     else:
         with pytest.raises(RuntimeError, match="an earlier step failed after it had begun to change"):
             step(x, y)
+
+
+def test_an_update_that_cannot_be_compiled_fails_before_its_call_changes_anything(monkeypatch):
+    step, compiles = heads(SGD, accumulate=2), StepCompiler.__call__
+    first, last = samples(2)
+    step(*first)
+
+    def fails(compiler, gm, *args, **options):
+        if not gm.graph.find_nodes(op="call_function", target=torch.autograd.grad):
+            raise ValueError("the update is not compiled")
+        return compiles(compiler, gm, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepCompiler, "__call__", fails)
+        with pytest.raises(Exception, match="the update is not compiled"):
+            step(*last)
+    step(*last)
+    assert step.updated
 
 
 def test_a_state_of_another_model_changes_nothing():

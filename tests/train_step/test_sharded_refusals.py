@@ -103,7 +103,7 @@ OPTIONS = {
     "replica_check_interval": {"safeguard": apexfx.Safeguard(replica_check_interval=2)},
     "fallback": {"fallback": "transform"},
     "cudagraphs": {"inner": "cudagraphs"}, "verify": {"verify": "each"}, "opt_level": {"opt_level": "O3"},
-    "gather_shards": {"skip": ("gather_shards",)},
+    "gather_shards": {"skip": ("gather_shards",)}, "slices": {"slices": 8},
 }
 OPTIMIZERS = {"FusedLAMB": lambda model: FusedLAMB(model.parameters()),
               "NAdam": lambda model: torch.optim.NAdam(model.parameters()),
