@@ -16,6 +16,7 @@ from ._torch import tree_leaves, tree_map
 from .observe.digests import digest
 from .train_step import TrainStep
 from .train_step.model import check_traceable
+from .train_step.step import insides
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ def _given(step: TrainStep, parts: Sequence[Any], first: int) -> list[dict[str, 
     model, objective, optimizer = copy.deepcopy((step.model, step.objective, step.optimizer))
     config = dataclasses.replace(step.config, inner="eager", inner_options={}, ddp=False, process_group=None)
     copied = TrainStep(model, objective, optimizer, dataclasses.replace(step.options, config=config, memory_budget=None))
-    state, slices, given = copied._state, copied._components.slices, list[dict[str, str]]()
-    slices.first, slices.num_updates = first, step._components.slices.num_updates
+    (components, state), given = insides(copied), list[dict[str, str]]()
+    slices = components.slices
+    slices.first, slices.num_updates = first, insides(step)[0].slices.num_updates
 
     def observe(own: list[Tensor]) -> None:
         names = [*(f"the gradient of {state.now.names[id(p)]}" for p in state.now.params), "the count of the loss",

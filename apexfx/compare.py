@@ -35,6 +35,7 @@ from .train_step.function import SupervisedObjective
 from .train_step.model import StepModel, check_traceable
 from .train_step.objective import ObjectiveModules
 from .train_step.parameters import trained_parameters
+from .train_step.step import insides
 from .train_step.wrong_call import Call, shown
 from .transform import source_of
 
@@ -166,7 +167,7 @@ class _Step:
         """Return the graph of loss and gradients for a batch."""
         from .train_step import step_graphs
 
-        components = self._step._components
+        components, _ = insides(self._step)
         with call.explained():
             check_traceable(components.model, components.options)
             params = trained_parameters(components.model, components.objective_modules, components.optimizers)

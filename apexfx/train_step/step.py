@@ -23,7 +23,7 @@ from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
 from .bundle_recorder import BundleRecorder
-from .components import checked, set_up_step
+from .components import Components, checked, set_up_step
 from .digest import digest
 from .flush import apply_accumulated
 from .hyperparameters import numbers_of
@@ -439,3 +439,8 @@ class TrainStep:
         self._state.drop_accumulated()
         self._last.forget_call()
         self._last.norm = None
+
+
+def insides(step: TrainStep) -> tuple[Components, TrainingState]:
+    """Return what a step is made of and what it has read, for what traces it, or looks into a copy of it."""
+    return step._components, step._state
