@@ -116,7 +116,8 @@ def test_twenty_steps_are_torchs_own_and_a_checkpoint_of_either_resumes_in_the_o
         step(*batch)
         eager_step(reference, [theirs], *batch)
     assert_same_training(model, optimizer, reference, theirs)
-    assert len(step.report.graphs) == 1 + dampens(optimizer)
+    traced_again = isinstance(optimizer, optim.Muon)  # when it is loaded, and the graph of its first trace is still there
+    assert len(step.report.graphs) == 1 + dampens(optimizer) + traced_again
 
 
 @table(1, "case", HARDEST, ids=name_of)
