@@ -182,7 +182,7 @@ def compute_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: 
                             "tensor or an apexfx.Mean, or a tuple of two: the loss and something else to return")
         if loss.numel() != 1:
             raise ValueError(f"apexfx: the loss is not a scalar, its shape is {[int(size) for size in loss.shape]}; have the "
-                             "loss function reduce it: .mean(), .sum()")
+                             "loss function reduce it: .mean(), or apexfx.Mean((loss * mask).sum(), mask.sum()) by a mask")
         if loss.is_complex():
             raise ValueError(f"apexfx: the loss is {loss.dtype}, and what is trained by has to be real: take .abs(), .real or "
                              ".imag in the loss function")
