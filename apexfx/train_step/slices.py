@@ -138,15 +138,15 @@ class Slices:
     def add(self, own: list[Tensor], *, ends: bool) -> None:
         """Add what a slice gives to what those before it gave, in `own`; keep a copy of the sum where others are to come."""
         self.observe(own)
-        height, summed = 0, own
+        height, total = 0, own
         while self._waiting and self._waiting[-1][0] == height:
             before = self._waiting.pop()[1]
             into = own if ends else before
-            for left, right, result in zip(before, summed, into):
+            for left, right, result in zip(before, total, into):
                 torch.add(left, right, out=result)
-            height, summed = height + 1, into
+            height, total = height + 1, into
         if not ends:
-            self._waiting.append((height, [each.clone() for each in own] if summed is own else summed))
+            self._waiting.append((height, [each.clone() for each in own] if total is own else total))
 
 
 class BuffersOfSlices(KeptBuffers):

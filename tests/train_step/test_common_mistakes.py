@@ -312,3 +312,42 @@ def test_images_of_whole_numbers_are_led_to_floats():
     assert "give it x.float() / 255" in raised.value.__notes__[-1]
     expected = F.cross_entropy(model(images.float() / 255), labels)
     torch.testing.assert_close(step(images.float() / 255, labels), expected.detach())
+
+
+@table(1, "made", ["before the step", "behind a call"])
+def test_a_layer_that_was_replaced_is_led_to_a_new_optimizer(made):
+    torch.manual_seed(0)
+    model, options = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), {"opt_level": "O0", "inner": "eager"}
+    optimizer, x, y = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 4), torch.arange(6) % 3
+    if made == "behind a call":
+        step = apexfx.train_step(model, F.cross_entropy, optimizer, **options)
+        step(x, y)
+    model[1] = nn.Linear(5, 3)
+    said = "took the place of another one: make the optimizer, and the step, anew" if made == "behind a call" else \
+        "before a layer was replaced, it holds others: make it anew"
+    with pytest.raises(ValueError, match=said):
+        (step if made == "behind a call" else apexfx.train_step(model, F.cross_entropy, optimizer, **options))(x, y)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    expected = copy.deepcopy(model)
+    F.cross_entropy(expected(x), y).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    step(x, y)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
+def test_a_loss_of_several_elements_is_led_to_a_mean_by_its_mask():
+    torch.manual_seed(0)
+    model, x, y, mask = nn.Linear(4, 3), torch.randn(6, 4), torch.arange(6) % 3, torch.tensor([1.0, 0, 1, 1, 0, 1])
+
+    def step_of(reduced):
+        def objective(model, x, y, mask):
+            loss = F.cross_entropy(model(x), y, reduction="none")
+            return apexfx.Mean((loss * mask).sum(), mask.sum()) if reduced else loss
+
+        return apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                                 opt_level="O0", inner="eager")
+
+    with pytest.raises(ValueError, match=r"apexfx.Mean\(\(loss \* mask\).sum\(\), mask.sum\(\)\) by a mask"):
+        step_of(reduced=False)(x, y, mask)
+    expected = F.cross_entropy(model(x), y, reduction="none")[mask > 0].mean()
+    torch.testing.assert_close(step_of(reduced=True)(x, y, mask), expected.detach())
