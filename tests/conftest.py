@@ -17,6 +17,13 @@ def pytest_addoption(parser):
                      help="whatever repeats in a graph becomes calls of a subgraph, under inner='eager', too")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Refuse a row with an address in its name: it is another test in each process, and no two of them run side by side."""
+    if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"give ids= to the rows whose names hold an address: {named}")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _outline_everything(request):
     """Under its option, every graph of every test is outlined where two runs of a few ops are equal."""

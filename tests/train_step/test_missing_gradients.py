@@ -47,7 +47,7 @@ def breaking(model, inputs, targets):
 
 
 @table(1, "options", [{"max_grad_norm": 1e9}, {"objective": breaking, "fallback": "transform"}, {"loss_scale": "dynamic"},
-                      {"skip": ["update_early"]}], ids=str)
+                      {"skip": ["update_early"]}], ids=["clipped", "in pieces", "scaled", "updated late"])
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_what_one_call_has_gathered_alone_is_applied_whatever_comes_first(options, inner):
     """Inductor drops the copy of a buffer that is emptied before its end."""
