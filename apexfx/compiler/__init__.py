@@ -1,7 +1,7 @@
 """From a captured graph to compiled code: what stands between Dynamo and the inner compiler.
 
 Read in this order: `model_index` and `capture` (which tensor and module of the graph is which of the model),
-`pipeline` (runs the passes; `verification` checks them), `rewritten_graph` (a captured graph from its forward passes to its
+`pipeline` (runs the passes; `pass_verification` checks them), `rewritten_graph` (a captured graph from its forward passes to its
 code, of models and of training steps), `graph_compiler` (what `torch.compile` calls for each graph of a model),
 `lowered_passes` (over AOTAutograd's graphs), `inner_compilers` and `lowerings`, `cache` (what identifies all of that),
 `compiled_model` (what a transformed model's forward calls), `traceable` (classes of modules that Dynamo can trace better:

@@ -35,8 +35,8 @@ from . import lowerings, torch_faults
 from .cache import compiled_by_one_rank
 from .forward_errors import note_node
 from .kernel_files import several_kernels_a_file
+from .pass_verification import snapshot
 from .progress import PROGRESS
-from .verification import snapshot
 
 # Inductor's default reorders for peak memory: it moves all compute before the collectives and hides nothing.
 _OPTIONS = {"reorder_for_peak_memory": False, **TRACK_KERNELS}

@@ -21,7 +21,7 @@ from ..precision.op_dtypes import op_dtypes
 from ..report.data import Report
 from ..report.node_places import node_places
 from ..report.records import Artifacts, PassReport, StageReport
-from . import verification
+from . import pass_verification
 from .forward_errors import OF_A_PASS
 
 log = logging.getLogger(__name__)
@@ -111,13 +111,13 @@ class Pipeline:
                   rows_before: list[order.NodeSnapshot]) -> tuple[PassReport, str, list[order.NodeSnapshot]]:
         """Run a pass; return its report, and the graph's Python and rows after it, which are given as they are before it."""
         each = self.verify == "each" and inputs is not None
-        before = verification.snapshot(gm) if each else None
+        before = pass_verification.snapshot(gm) if each else None
         ops_before, nodes_before = count_ops(gm), _num_nodes(gm)
         modified, ms = self._apply(pass_, gm)
         rows = order.rows(gm.graph)
         order.check(rows_before, rows, pass_.name)
-        if before is not None and (modified or verification.differ(before, gm)):
-            verification.check_tier(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
+        if before is not None and (modified or pass_verification.differ(before, gm)):
+            pass_verification.check_tier(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
         ops_after, artifacts = count_ops(gm), pass_.artifacts()
         report = PassReport(
             name=pass_.name, stage=stage, numeric=pass_.numeric, ms=ms, matches=list(pass_.matches),

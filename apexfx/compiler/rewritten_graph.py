@@ -35,13 +35,13 @@ from .inner_compilers import INNER, trace
 from .lowered_passes import LoweredPasses
 from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
+from .pass_verification import real_inputs
 from .pipeline import Pipeline
 from .process_groups import Groups
 from .progress import PROGRESS, captured
 from .prover import Prover
 from .recompiles import of_each_value, told, why_compiled_again
 from .refusals import check_inputs, check_python_objects
-from .verification import real_inputs
 
 _OF_DATA = re.compile(r"\bu\d+\b|unbacked|data-dependent")  # of errors that are about a number or a size read from data
 _CONVOLUTION = re.compile(r"conv(_transpose)?(\dd)?")

@@ -47,9 +47,9 @@ class Plan:
         return [part for part in self.parts if part.updates]
 
     @property
-    def whole(self) -> set[int]:
+    def updated_full(self) -> set[int]:
         """The places of the parameters that are updated whole where each rank has rows of their gradients and their state."""
-        return {place for part in self.updates if part.whole for place in range(part.first, part.last)}
+        return {place for part in self.updates if part.updates_full for place in range(part.first, part.last)}
 
     @functools.cached_property
     def text(self) -> str:

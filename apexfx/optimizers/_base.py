@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import HALVES
 from ..ops.multi_tensor import by_device, multi_tensor_l2norm
 from ._checkpoints import check_numbers, lacking, unwrap_state, wrapped_state
-from .layout import Layout
+from .state_layout import Layout
 from .update import Update, call_op, clip_coefficient, counts_updates, inverse_of
 
 _DTYPES = (torch.float32, *HALVES, torch.float64)

@@ -65,8 +65,8 @@ class EndOfStep:
 
     Attributes:
         params: what is trained; of a step of which each rank updates rows, these rows.
-        wholes: the parameters as they were given.
-        updated_whole: the places of those that are updated whole even there.
+        full_params: the parameters as they were given.
+        updated_full: the places of those that are updated whole even there.
         grads: of each its gradient as the backward made it, or None where the loss does not depend on it.
         updated: what the update writes: parameters, or their masters.
         counted: the slots that count updates and have counted this one.
@@ -81,9 +81,9 @@ class EndOfStep:
     """
 
     def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], slots: dict[str, Any],
-                 count: Tensor | None = None, *, keeps_gradients: bool = False, updated_whole: Collection[int] = ()) -> None:
+                 count: Tensor | None = None, *, keeps_gradients: bool = False, updated_full: Collection[int] = ()) -> None:
         self.params, self.grads, self._slots, self.count = list(params), list(grads), slots, count
-        self.wholes, self.updated_whole = list(params), updated_whole
+        self.full_params, self.updated_full = list(params), updated_full
         self.updated, self.counted = list(params), set()
         self.scale = self.inverse = self.clip = self.norm = self.present_norms = None
         self.keeps_gradients, self.replaced = keeps_gradients, False
@@ -210,7 +210,7 @@ def run_parts(plan: Plan, params: Sequence[Tensor], grads: Sequence[Tensor | Non
     """
     present = present_of(grads)
     end = EndOfStep(params, grads, named_slots(plan.slots, slots), count, keeps_gradients=plan.keeps_gradients,
-                    updated_whole=plan.whole)
+                    updated_full=plan.updated_full)
     for part in plan.parts:
         part.apply(end)
     gradients = end.kept() if plan.keeps_gradients else []

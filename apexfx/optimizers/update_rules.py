@@ -15,7 +15,7 @@ from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
-from .layout import WHOLE, Layout
+from .state_layout import WHOLE, Layout
 from .traced.symbolic_numbers import NotTraceable
 from .traced.traced_update import TracedUpdate, traced_update
 from .update import Labels, Update, one_vector

@@ -69,9 +69,9 @@ class GatherUpdated(Pass):
 
     def _gather(self, update: fx.Node, rows: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Insert a gather at the end of the graph; return what starts it, and its wait with what lies behind."""
-        graph, wholes, before = update.graph, [node.args[0] for node in rows], set(update.graph.nodes)
+        graph, full_params, before = update.graph, [node.args[0] for node in rows], set(update.graph.nodes)
         with graph.inserting_before(graph.output_node()):
-            inline(graph, _gathered, (rows, wholes, self.world_size, self.group_name), like=update)
+            inline(graph, _gathered, (rows, full_params, self.world_size, self.group_name), like=update)
         nodes = [node for node in graph.nodes if node not in before]
         for node in nodes:
             if node.target is not _COPY:
@@ -81,7 +81,7 @@ class GatherUpdated(Pass):
         return nodes[:place], nodes[place:]
 
 
-def _gathered(rows: Sequence[Tensor], wholes: Sequence[Tensor], world_size: int, group_name: str) -> None:
-    lengths = [len(whole) for whole in wholes]
-    for whole, new in zip(wholes, torch.ops.apexfx.gather_shards(rows, lengths, world_size, group_name)):
-        whole.copy_(new)
+def _gathered(rows: Sequence[Tensor], full_params: Sequence[Tensor], world_size: int, group_name: str) -> None:
+    lengths = [len(full) for full in full_params]
+    for full, new in zip(full_params, torch.ops.apexfx.gather_shards(rows, lengths, world_size, group_name)):
+        full.copy_(new)

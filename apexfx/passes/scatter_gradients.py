@@ -89,7 +89,7 @@ class ScatterGradients(BucketAllreduce):
         """
         node = apply_node(gm)
         first_wait = next((wait for wait in gm.graph.nodes if is_wait(wait) and BUCKET in wait.meta), node)  # sums travel
-        params, whole = list(node.args[0]), plan_of(node.args[3]).whole
+        params, whole = list(node.args[0]), plan_of(node.args[3]).updated_full
         for place, gradient in enumerate(node.args[1]):
             if place in whole or not has_rows(value(p := params[place])):
                 continue

@@ -24,7 +24,7 @@ from torch import nn
 
 from .function import SupervisedObjective
 from .options import StepOptions, check_what_is_trained
-from .parts.average import EMA as EMA
+from .parts.ema import EMA as EMA
 from .parts.own import with_own
 from .parts.part import Part as Part
 from .parts.part import Slot as Slot

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._torch import is_dtensor, tree_leaves, tree_map
 from ..graph.printing import first_names
 from ..optimizers._checkpoints import short
-from ..optimizers.layout import WHOLE, check_own
+from ..optimizers.state_layout import WHOLE, check_own
 from ..ranks import rank
 from .components import Components
 from .parts.loss_scale import of_grad_scaler
@@ -37,7 +37,7 @@ def save(components: Components) -> dict[str, Any]:
     return state
 
 
-def whole(state: dict[str, Any]) -> dict[str, Any]:
+def gathered(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with whole tensors in memory of their own in the place of rows, on rank 0; {} on the others."""
     keeps = rank() == 0
 

@@ -153,7 +153,7 @@ def _sharded_update(options: StepOptions, groups: Groups, optimizers: OptimizerL
     from .sharded_update import ShardedUpdate, check_shard
 
     check_shard(options, optimizers, trained)
-    return ShardedUpdate(groups.gradients, trained[0].device, whole=not options.parts)
+    return ShardedUpdate(groups.gradients, trained[0].device, full_matrices=not options.parts)
 
 
 def _sharded(model: nn.Module) -> ShardedModel | None:

@@ -36,7 +36,7 @@ def apply_accumulated(components: Components, state: TrainingState, num_calls: i
     if components.sharded is not None:
         params = components.sharded.rows(now.params)
     if sharded_update is not None:
-        params = sharded_update.own(now.params, but=now.plan.whole)
+        params = sharded_update.own(now.params, but=now.plan.updated_full)
         grads = grads if components.reduces_each_call else sharded_update.own(grads)
     plan = registered(now.plan.of_calls(num_calls))
     inputs = dataclasses.replace(state.inputs(components.model), params=params, gradient_sums=now.gradient_sums, plan=plan.text)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..graph.printing import count_text
 from ..optimizers._base import FusedOptimizer
 from ..optimizers.held_state import check_held, check_loaded_options
-from ..optimizers.layout import WHOLE, Layout
+from ..optimizers.state_layout import WHOLE, Layout
 from ..optimizers.update_rules import FUSED, Option, has_op, options_of, unsupported_reason
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch import tensor_version
-from ..optimizers.layout import WHOLE, Layout
+from ..optimizers.state_layout import WHOLE, Layout
 from ..optimizers.traced.traced_update import TracedUpdate
 from ..optimizers.update import Labels
 from ..optimizers.update_rules import Option, options_of, updates

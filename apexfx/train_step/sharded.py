@@ -27,7 +27,7 @@ class _Accumulated:
     """The sum of a parameter's gradients of earlier calls: what is in its place during a call, and its rows as they are now."""
 
     def __init__(self, rows: Tensor, size: torch.Size) -> None:
-        self.rows, self.whole = rows, without_memory(size, rows)
+        self.rows, self.placeholder = rows, without_memory(size, rows)
 
 
 class _Parameter:
@@ -38,15 +38,15 @@ class _Parameter:
         computes_in: the dtype that it is gathered in; None for its own.
 
     Attributes:
-        whole: what is in its place during a call: of the whole shape, and the dtype that it is gathered in, without memory.
+        placeholder: what is in its place during a call: of the whole shape, and the dtype that it is gathered in, without memory.
         rows: those that this rank has, a leaf over FSDP2's own memory.
-        accumulated: the sum of its gradients, where calls accumulate; graphs know it by its `whole`.
+        accumulated: the sum of its gradients, where calls accumulate; graphs know it by its `placeholder`.
     """
 
     def __init__(self, record: Any, computes_in: torch.dtype | None) -> None:
         self._record, self._computes_in = record, computes_in
         self.places = [(registries(module).parameters, name) for module, name in fsdp.owners(record)]
-        self.whole = nn.Parameter(without_memory(self.size, self.sharded, computes_in))
+        self.placeholder = nn.Parameter(without_memory(self.size, self.sharded, computes_in))
         self._local: Tensor | None = None
         self.rows = self._local
         self.accumulated: _Accumulated | None = None
@@ -66,10 +66,11 @@ class _Parameter:
         p = self.sharded
         if (local := local_rows(p)) is not self._local:
             self._local, self.rows = local, local.detach()
-            if (self.whole.dtype, self.whole.device) != (dtype := self._computes_in or p.dtype, p.device):  # by model.double()
-                self.whole = nn.Parameter(without_memory(self.size, p, dtype))
-        if self.rows.requires_grad != p.requires_grad or self.whole.requires_grad != p.requires_grad:
-            for tensor in (self.rows, self.whole):
+            dtype = self._computes_in or p.dtype
+            if (self.placeholder.dtype, self.placeholder.device) != (dtype, p.device):  # by model.double()
+                self.placeholder = nn.Parameter(without_memory(self.size, p, dtype))
+        if self.rows.requires_grad != p.requires_grad or self.placeholder.requires_grad != p.requires_grad:
+            for tensor in (self.rows, self.placeholder):
                 tensor.requires_grad_(p.requires_grad)
 
     def accumulate_in(self, rows: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class _Parameter:
         if self.accumulated is None or self.accumulated.rows.dtype != rows.dtype:
             self.accumulated = _Accumulated(rows, self.size)
         self.accumulated.rows = rows
-        return self.accumulated.whole
+        return self.accumulated.placeholder
 
 
 def without_memory(size: torch.Size, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -165,7 +166,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """Have the model as it was written, with `whole` in the place of each parameter, until the end of the context."""
+        """Have the model as it was written, with its placeholder in the place of each parameter, until the end of the context."""
         for each, _ in self._groups:
             _check_settings(each)
         before = self._plain.enter()
@@ -173,7 +174,7 @@ class ShardedModel:
             for p in self._parameters:
                 p.read()
                 for registry, name in p.places:
-                    registry[name] = p.whole
+                    registry[name] = p.placeholder
             yield
         finally:
             for p in self._parameters:
@@ -181,10 +182,10 @@ class ShardedModel:
                     registry[name] = p.sharded
             self._plain.leave(before)
 
-    def wholes(self, params: Sequence[Tensor], accumulated: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
+    def placeholders(self, params: Sequence[Tensor], accumulated: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
         """Return what is in the place of parameters, and of the sums of their gradients, during a call."""
         own = self._of(params)
-        return [p.whole for p in own], [p.accumulate_in(local_rows(held)) for p, held in zip(own, accumulated)]
+        return [p.placeholder for p in own], [p.accumulate_in(local_rows(held)) for p, held in zip(own, accumulated)]
 
     def rows(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the rows that this rank has of parameters."""
@@ -200,7 +201,7 @@ class ShardedModel:
     def shards(self, example_inputs: Sequence[Any]) -> dict[int, _Parameter | _Accumulated]:
         """Return which inputs of a captured graph stand for what is sharded, by place."""
         sums = [p.accumulated for p in self._parameters if p.accumulated is not None]
-        by_id = {id(each.whole): each for each in (*self._parameters, *sums)}
+        by_id = {id(each.placeholder): each for each in (*self._parameters, *sums)}
         return {place: by_id[id(x)] for place, x in enumerate(example_inputs) if id(x) in by_id}
 
     def sums(self, shards: dict[int, _Parameter | _Accumulated]) -> tuple[int, ...]:

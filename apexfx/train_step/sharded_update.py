@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._torch import is_dtensor
 from ..ops.own_rows import has_rows, span
-from ..optimizers.layout import Layout, Ranks, check_own
+from ..optimizers.state_layout import Layout, Ranks, check_own
 from .by_element import check_by_element
 from .optimizer_list import OptimizerList
 from .options import StepOptions
@@ -26,11 +26,11 @@ class ShardedUpdate(Layout):
     Args:
         group: the ranks.
         device: of the parameters.
-        whole: whether what is updated of whole matrices (by Muon) is whole parameters; rows, where parts of the step read them.
+        full_matrices: whether Muon updates whole parameters; it updates rows where parts of the step read them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, whole: bool) -> None:
-        self.group, self._whole = group, whole
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, full_matrices: bool) -> None:
+        self.group, self._full_matrices = group, full_matrices
         self.key = f"rows of {group.rank()} of {group.size()}"
         self._mesh = DeviceMesh.from_group(group, device.type)
 
@@ -39,7 +39,7 @@ class ShardedUpdate(Layout):
         return own_rows(p.detach(), self.group.size(), self.group.group_name) if has_rows(p) else p
 
     def ranks(self, p: Tensor) -> Ranks | None:
-        return Ranks(self.group.size(), self.group.group_name, self._whole)
+        return Ranks(self.group.size(), self.group.group_name, self._full_matrices)
 
     def placed(self, held: Tensor, p: Tensor) -> Tensor:
         """Return a tensor of a parameter's state, whole as a plain checkpoint has it, as the rows that this rank has."""
@@ -64,17 +64,18 @@ class ShardedUpdate(Layout):
         """Return copies of this rank's rows of parameters, or of gradients; those at the places `but` as they are."""
         return [each if each is None or place in but else self.rows(each) for place, each in enumerate(tensors)]
 
-    def gather(self, rows: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-        """Write the rows of all ranks to whole parameters."""
+    def gather(self, rows: Sequence[Tensor], full_params: Sequence[Tensor]) -> None:
+        """Write the rows of all ranks to full parameters."""
         of_dtype: dict[torch.dtype, list[int]] = {}
-        for place, whole in enumerate(wholes):
-            if has_rows(whole) and rows[place] is not whole:
-                of_dtype.setdefault(whole.dtype, []).append(place)
+        for place, full in enumerate(full_params):
+            if has_rows(full) and rows[place] is not full:
+                of_dtype.setdefault(full.dtype, []).append(place)
         for places in of_dtype.values():
-            gathered = torch.ops.apexfx.gather_shards([rows[place] for place in places], [len(wholes[place]) for place in places],
-                                                      self.group.size(), self.group.group_name)
+            lengths = [len(full_params[place]) for place in places]
+            gathered = torch.ops.apexfx.gather_shards([rows[place] for place in places], lengths, self.group.size(),
+                                                      self.group.group_name)
             for place, new in zip(places, gathered):
-                wholes[place].copy_(new)
+                full_params[place].copy_(new)
 
 
 def check_shard(options: StepOptions, optimizers: OptimizerList, trained: Sequence[Tensor]) -> None:

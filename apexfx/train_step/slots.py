@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..optimizers._checkpoints import short
-from ..optimizers.layout import WHOLE, Layout
+from ..optimizers.state_layout import WHOLE, Layout
 from .parts.part import Slot
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._torch import gradients_read, has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled
 from ..buckets.plan import given_plan
 from ..compiler.buffers_put_back import KeptBuffers
-from ..compiler.refusals import check_whole
+from ..compiler.refusals import check_usable
 from ..distributed.agreement import Communication
 from ..errors import RankMismatchError
 from ..graph.printing import first_names
@@ -26,13 +26,13 @@ from .checkpoint import names_of_parameters
 from .components import Components
 from .hyperparameters import constants_of, numbers_of, read_options
 from .mean import StepMean
+from .optimizer_changes import Structure
 from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import with_updates
 from .slices import BuffersOfSlices
 from .slots import SlotTensor, slots_of
 from .step_inputs import StepInputs
-from .structure import Structure
 from .wrong_call import mark_applied
 
 
@@ -85,7 +85,7 @@ def build_state(components: Components, before: StepState, means: Tensor | None)
         ValueError: the model, or the optimizer, is one that no graph updates rightly any more.
     """
     optimizers, options = components.optimizers, components.options
-    check_whole(components.model, may_be_sharded=components.sharded is not None)
+    check_usable(components.model, may_be_sharded=components.sharded is not None)
     trained = trained_parameters(components.model, components.objective_modules, optimizers)
     if trained[0].device != components.device:
         raise ValueError(f"apexfx: the model was on {components.device} when the step was made, and is now on "
@@ -128,7 +128,7 @@ def _gradient_sums(components: Components, params: Sequence[Tensor], before: Ste
 
 def _name_inputs(components: Components, now: StepState, means: Tensor | None) -> None:
     """Have the next capture know by name what a graph takes besides its batch and the model's tensors."""
-    sums = now.gradient_sums if components.sharded is None else components.sharded.wholes(now.params, now.gradient_sums)[1]
+    sums = now.gradient_sums if components.sharded is None else components.sharded.placeholders(now.params, now.gradient_sums)[1]
     components.index.add_parameters(components.objective_modules.named_tensors()[0])
     components.index.add_states({
         **{each.name: tensor for each, tensor in zip(now.slot_tensors, now.tensors)},
@@ -198,7 +198,7 @@ class TrainingState:
         """Return what a function of the step is called with beside its batch; `model` is traceable where one is traced."""
         now, components, options = self.now, self._components, self._components.options
         sharded = components.sharded
-        params, sums = (now.params, now.gradient_sums) if sharded is None else sharded.wholes(now.params, now.gradient_sums)
+        params, sums = (now.params, now.gradient_sums) if sharded is None else sharded.placeholders(now.params, now.gradient_sums)
         return StepInputs(
             model, components.objective, params, dtypes=[p.dtype for p in now.params] if now.gradient_sums else [],
             gradient_sums=sums, accumulated=[id(p) in self.accumulated for p in now.params] if now.gradient_sums else [],
@@ -215,7 +215,7 @@ class TrainingState:
         """
         trained, sharded = {id(p): p for p in self.now.params}, self._components.sharded
         if sharded is not None:
-            trained |= dict(zip(map(id, sharded.wholes(self.now.params)[0]), self.now.params))
+            trained |= dict(zip(map(id, sharded.placeholders(self.now.params)[0]), self.now.params))
         for tensor, line in gradients_read() if not self._components.options.keep_grads else ():
             if (p := trained.get(id(tensor))) is not None:
                 raise ValueError(f"apexfx: {line} reads the .grad of parameter {self.now.names[id(p)]!r}, which a training step "
@@ -285,7 +285,7 @@ class TrainingState:
         """Note that the call communicates from now on: another rank may have changed all this when it fails here."""
         self.communicated = True
 
-    def check_whole(self) -> None:
+    def check_usable(self) -> None:
         """Raise where a previous step failed after it had modified state."""
         if self._broken:
             raise RuntimeError(f"apexfx: an earlier step failed after it had begun to change parameters, buffers or optimizer "
@@ -298,7 +298,7 @@ class TrainingState:
 
         A mismatch is raised on every rank, before what they were about to communicate has reached any.
         """
-        self.check_whole()
+        self.check_usable()
         self.changed = self.communicated = False
         self._before = None
         recorded = torch.is_grad_enabled()

@@ -30,7 +30,7 @@ from .hyperparameters import numbers_of
 from .last_update import LastUpdate
 from .model import warn_of_eval_mode
 from .options import StepOptions
-from .parts.average import averaged_model
+from .parts.ema import averaged_model
 from .parts.loss_scale import SkipsTeller
 from .parts.norm import Norm
 from .parts.safeguard import Event
@@ -361,7 +361,7 @@ class TrainStep:
             RuntimeError: the step averages nothing, or a previous step failed after it had modified state.
             TypeError: the model holds what cannot be copied, as one under `fully_shard`.
         """
-        self._state.check_whole()
+        self._state.check_usable()
         self._agree_to_gather("ema_model")
         return averaged_model(self.model, self._components.slots)
 
@@ -401,7 +401,7 @@ class TrainStep:
             RankMismatchError: with `full`, other ranks do something else.
             ReplicaMismatchError: as a call.
         """
-        self._state.check_whole()
+        self._state.check_usable()
         if self._replicas is not None:
             self._replicas.finish()
         if num_calls := self._state.num_accumulated_calls():
@@ -415,7 +415,7 @@ class TrainStep:
             with self._state.all_or_nothing():
                 self._state.prepare()
         state = checkpoint.save(self._components)
-        return checkpoint.whole(state) if full else state
+        return checkpoint.gathered(state) if full else state
 
     def _agree_to_gather(self, what: str) -> None:
         """Return when all ranks are about to gather what they share."""

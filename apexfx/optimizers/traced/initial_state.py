@@ -22,8 +22,8 @@ from ..._torch import (
     tree_unflatten,
 )
 from ...random_state import forked_random
-from ..layout import WHOLE, Layout
 from ..settings import attributes_of_parameter, copied, is_plain, reads_groups_alone
+from ..state_layout import WHOLE, Layout
 from ..update import kind_of
 from .shadow import reason_of, run_step, same, shadow_of
 from .symbolic_numbers import NotTraceable

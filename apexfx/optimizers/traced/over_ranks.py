@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ...graph.nodes import value
-from ..layout import Ranks
+from ..state_layout import Ranks
 from .symbolic_numbers import NotTraceable
 
 _MAKES_ORTHOGONAL = torch.ops.apexfx.orthogonalize.default
@@ -36,7 +36,7 @@ def share_matrices(traced: fx.GraphModule, num_params: int, ranks: Ranks) -> Non
                 alike.setdefault(node.args[1:], []).append(node)
         elif node.op == "call_function" and node.target not in _BY_ELEMENT and torch.Tag.pointwise not in node.target.tags:
             raise NotTraceable(f"updates an element by others ({node.target})")
-    if ranks.whole:
+    if ranks.holds_full:
         _check_apart(traced.graph, num_params)
     for numbers, nodes in alike.items():
         _share(nodes, numbers, ranks)
@@ -65,7 +65,7 @@ def _share(nodes: Sequence[fx.Node], numbers: tuple, ranks: Ranks) -> None:
     with graph.inserting_before(first):
         lengths = [value(matrix).shape[0] for matrix in rows]
         made = graph.call_function(torch.ops.apexfx.orthogonalize_rows.default,
-                                   (rows, lengths, *numbers, ranks.size, ranks.group_name, ranks.whole))
+                                   (rows, lengths, *numbers, ranks.size, ranks.group_name, ranks.holds_full))
         own = [graph.call_function(operator.getitem, (made, place)) for place in range(len(nodes))]
     for node, result in zip(nodes, own):
         for item in list(node.users):

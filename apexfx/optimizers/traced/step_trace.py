@@ -31,8 +31,8 @@ from ..._torch import (
     tree_unflatten,
 )
 from ...random_state import forked_random
-from ..layout import WHOLE, Layout, Ranks
 from ..settings import attributes_of_parameter, comparable_value, copied, settings_of
+from ..state_layout import WHOLE, Layout, Ranks
 from ..update import kind_of, unlike_state
 from .over_ranks import share_matrices
 from .recorder import Recorder
@@ -133,7 +133,7 @@ class StepTrace:
         own, held = self._params, [self._leaves[p][place] for p, place in self._held]
         if self.ranks is not None:  # what is traced is whole
             with self._mode:
-                own, held = own if self.ranks.whole else self.ranks.rows(own), self.ranks.rows(held)
+                own, held = own if self.ranks.holds_full else self.ranks.rows(own), self.ranks.rows(held)
         self._given = *own, *held
         self._graphs: dict[tuple[bool, ...], _Traced] = {}
         self.guards: list[tuple[Host, bool]] = []

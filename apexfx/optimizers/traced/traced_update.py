@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._torch import tree_leaves
-from ..layout import WHOLE, Layout
+from ..state_layout import WHOLE, Layout
 from ..update import Labels, kind_of, one_vector, unlike_state
 from .initial_state import initial_state
 from .step_trace import Place, SharedDiffer, StepTrace, numbers_of, read_number, trace_key

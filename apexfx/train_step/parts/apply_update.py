@@ -105,8 +105,8 @@ class ApplyStep(Part):
     is_traced: ClassVar[bool] = True
 
     @property
-    def whole(self) -> bool:
-        return self.trace.ranks is not None and self.trace.ranks.whole
+    def updates_full(self) -> bool:
+        return self.trace.ranks is not None and self.trace.ranks.holds_full
 
     def prepare(self, has_gradient: Sequence[bool]) -> None:
         try:

@@ -73,7 +73,7 @@ class Part:
         updates: whether it updates parameters.
         reads_halves: whether a half gradient may be read before it was widened for its parameter, by one that updates.
         is_traced: whether it is of ops of a user's, which Inductor decomposes.
-        whole: whether it updates whole parameters where each rank has rows of their gradients.
+        updates_full: whether it updates whole parameters where each rank has rows of their gradients.
         may_skip: whether it may have a step skipped.
     """
 
@@ -83,7 +83,7 @@ class Part:
     updates: ClassVar[bool] = False
     reads_halves: ClassVar[bool] = False
     is_traced: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
+    updates_full: ClassVar[bool] = False
     may_skip: ClassVar[bool] = False
 
     def slots(self) -> Sequence[Slot]:

@@ -25,11 +25,11 @@ class ShareUpdate(Part):
     layout: ShardedUpdate = field(compare=False, repr=False)
 
     def apply(self, end: EndOfStep) -> None:
-        end.params = self.layout.own(end.wholes, but=end.updated_whole)
+        end.params = self.layout.own(end.full_params, but=end.updated_full)
         end.updated, end.grads = list(end.params), self.layout.own(end.grads)
 
     def finish(self, end: EndOfStep) -> None:
-        self.layout.gather(end.params, end.wholes)
+        self.layout.gather(end.params, end.full_params)
 
     def describe(self) -> str:
         return "each rank updates its rows, and gathers those of the others"

@@ -19,12 +19,12 @@ class Ranks:
 
     Attributes:
         size, group_name: of the process group.
-        whole: whether each rank has all of the parameter, and rows of its gradient and state alone; else it has rows of it, too.
+        holds_full: whether each rank has all of the parameter, and rows of its gradient and state alone; else rows of it, too.
     """
 
     size: int
     group_name: str
-    whole: bool
+    holds_full: bool
 
     def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's rows of whole tensors."""
@@ -46,7 +46,7 @@ class Layout:
 
     def ranks(self, p: Tensor) -> Ranks | None:
         """Return between whom a parameter is shared; None where every rank has all of it, and of its state."""
-        return Ranks(p.device_mesh.size(), p.device_mesh.get_group().group_name, whole=False) if is_dtensor(p) else None
+        return Ranks(p.device_mesh.size(), p.device_mesh.get_group().group_name, holds_full=False) if is_dtensor(p) else None
 
     def placed(self, held: Tensor, p: Tensor) -> Tensor:
         """Return a tensor of a parameter's state, or of its values, where it belongs: whole, where it was loaded of a step that

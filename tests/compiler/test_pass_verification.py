@@ -12,7 +12,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
-from apexfx.compiler.verification import check_tier
+from apexfx.compiler.pass_verification import check_tier
 from apexfx.errors import PassError
 from apexfx.graph import call
 from tests.tables import table

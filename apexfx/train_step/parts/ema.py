@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..._torch import under_fully_shard
 from ...config import brief, is_number
 from ...optimizers.end_of_step import EndOfStep
-from ...optimizers.layout import WHOLE
+from ...optimizers.state_layout import WHOLE
 from .part import Part, Slot
 
 if TYPE_CHECKING:
