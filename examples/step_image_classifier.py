@@ -1,5 +1,5 @@
 """Train a small ResNet by whole-step graphs: float16, synchronized batch norm, data parallel, a cosine schedule, an average of
-the parameters that is evaluated, a checkpoint to go on from.
+the parameters that is evaluated, a checkpoint to go on from. The images are scikit-learn's: pip install scikit-learn.
 
     python examples/step_image_classifier.py
     torchrun --standalone --nproc-per-node 2 examples/step_image_classifier.py

@@ -144,7 +144,9 @@ _NOTES = (
      "loss_fn(model(x)[0], y), or of model(x)['logits']"),
     ("multi-target not supported|Index tensor must have the same number of dim", "multi-target",
      "class labels have one number for each example, or pixel: call .squeeze(1) on those of shape [N, 1] or [N, 1, H, W], "
-     ".argmax(1) on one-hot rows"),
+     ".argmax(1) on one-hot rows; class probabilities have as many columns as the model's output"),
+    ("for target with class probabilities", "for target with class probabilities",
+     "rows of class probabilities are floats: call .float() on one-hot rows, or .argmax(1) for labels"),
 )
 
 

@@ -62,7 +62,7 @@ def test_a_checkpoint_of_a_loop_with_a_scaler_goes_on():
     step = apexfx.train_step(model, F.mse_loss, optimizer, opt_level="O0", loss_scale="dynamic", inner="eager")
     saved = copy.deepcopy({"model": loop.state_dict(), "optimizer": of_loop.state_dict(), "scaler": scaler.state_dict()})
     assert step.loss_scale == 2.0**16  # which is looked up once, before it is loaded
-    step.load_state_dict({**saved, "num_ranks": 1})
+    step.load_state_dict({"scaler": {}, **saved, "num_ranks": 1})
     assert step.loss_scale == 64.0
     step(x, y)
     update()

@@ -71,6 +71,10 @@ CALLS = {
     # Give targets as a vector.
     "step(x, y[:, None])": (lambda s: s(X, Y[:, None]), RuntimeError, ["multi-target not supported", "int64[6, 1]",
                                                                   "call .squeeze(1) on those of shape [N, 1]"]),
+    # Give one-hot rows as floats, with as many columns as there are classes.
+    "step(x, F.one_hot(y))": (lambda s: s(X, F.one_hot(Y, 4)), RuntimeError, ["class probabilities", "call .float() on one-hot"]),
+    "step(x, F.one_hot(y, 5).float())": (lambda s: s(X, F.one_hot(Y, 5).float()), RuntimeError, [
+        "multi-target", "as many columns as the model's output"]),
     # Call x.float().
     "step(x.double(), y)": (lambda s: s(X.double(), Y), RuntimeError, ["float64", ".float()"]),
     # Give inputs in the dtype of the weights: x.float().
