@@ -36,7 +36,7 @@ from ..state_layout import WHOLE, Layout, Ranks
 from ..update import kind_of, unlike_state
 from .over_ranks import share_matrices
 from .recorder import Recorder
-from .shadow import facts_of, reason_of, run_step, same, shadow_of
+from .shadow import CountsInProgram, facts_of, reason_of, run_step, same, shadow_of
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, asked_of_numbers
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
@@ -170,6 +170,8 @@ class StepTrace:
             except SharedDiffer:
                 if not all(present):
                     raise NotTraceable("makes differ what parameters have in common, where some have no gradient") from None
+                raise
+            except CountsInProgram:
                 raise
             except Exception as error:
                 raise NotTraceable(reason_of(error)) from error
