@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._torch import plain_step, tree_flatten
 from ...random_state import places_in_random
 from ..settings import NUMBERS, attributes_of_parameter, comparable_value, copied, variables_of_program
-from .symbolic_numbers import NotTraceable, asked_for_ids
+from .symbolic_numbers import NotTraceable, answering_programs
 
 _OUR_FILES = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH_FILES, _TORCH_OPTIM = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torch.optim.__file__) + os.sep
@@ -32,7 +32,7 @@ def run_step(shadow: torch.optim.Optimizer) -> None:
     """
     places, before = places_in_random(), comparable_value(variables_of_program(shadow), id)
     try:
-        with asked_for_ids():
+        with answering_programs():
             plain_step(type(shadow))(shadow)
     finally:
         for (name, was), (_, now) in zip(before, comparable_value(variables_of_program(shadow), id)):

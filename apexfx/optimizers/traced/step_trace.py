@@ -37,7 +37,7 @@ from ..update import kind_of, unlike_state
 from .over_ranks import share_matrices
 from .recorder import Recorder
 from .shadow import CountsInProgram, facts_of, reason_of, run_step, same, shadow_of
-from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, asked_of_numbers
+from .symbolic_numbers import AsFunctionalized, Host, NotTraceable
 
 Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
 _NOTHING = object()
@@ -229,7 +229,7 @@ class StepTrace:
         state.update((p, tree_unflatten(own, tree)) for p, own, tree in zip(params, leaves, self._trees) if own)
         shadow = shadow_of(self._class, self._attributes, groups, state)
         before = facts_of(shadow)
-        with AsFunctionalized(), asked_of_numbers(), muon_orthogonalizes_by(_orthogonalized):
+        with AsFunctionalized(), muon_orthogonalizes_by(_orthogonalized):
             run_step(shadow)
         if changed := [name for name, value in facts_of(shadow).items() if not same(value, before.pop(name, _NOTHING))]:
             raise NotTraceable(f"counts in Python: {changed[0]} is another after it")
