@@ -1,4 +1,4 @@
-"""gather_shards: whole parameters of the rows that each rank has of them, and their gradients back as rows.
+"""gather_shards: whole parameters, put together from the rows of each rank, and their gradients back as rows.
 
 Rank r of n has the rows r * h up to (r + 1) * h of a parameter of `length` rows, h = ceil(length / n): the last ranks have fewer,
 or none. Registered `CompositeImplicitAutograd`, so that AOTAutograd traces through it:

@@ -1,7 +1,7 @@
-"""orthogonalize_rows: matrices of which each rank has rows, made nearly orthogonal, each by one rank of the group.
+"""orthogonalize_rows: matrices whose rows are spread over the ranks, made nearly orthogonal, each by one rank of the group.
 
-They are sorted by what they cost; n of them, for n ranks, are a stack, of which rank j has the j-th, and the last stack is filled
-up with nothing. Registered `CompositeImplicitAutograd`, so that passes see what communicates. Of up to four parts of the stacks,
+They are sorted by cost. For n ranks, n of them are a stack: rank j makes the j-th, and the last stack is filled up with nothing.
+Registered `CompositeImplicitAutograd`, so that passes see what communicates. The stacks travel in up to four parts:
 
     flatten_bucket -> all_to_all_single    each rank's rows of a matrix to the rank that has it
     wait -> orthogonalize_own              while other parts travel
@@ -61,7 +61,7 @@ def _check(rows, lengths, widths, a, b, c, eps, num_iterations, world_size, grou
         "int world_size, str group_name) -> Tensor", check=_check, fake=lambda rows, *_: torch.empty_like(rows))
 def orthogonalize_own(rows: Tensor, lengths: Sequence[int], widths: Sequence[int], a: float, b: float, c: float, eps: float,
                       num_iterations: int, world_size: int, group_name: str) -> Tensor:
-    """Return what becomes of this rank's matrix of each stack, laid out as `rows`: of each rank, its rows of each.
+    """Make this rank's matrix of each stack orthogonal; the result is laid out as `rows`: by rank, its rows of each matrix.
 
     Args:
         lengths, widths: of the matrices of all ranks, stack by stack; 0 where one is filled up.

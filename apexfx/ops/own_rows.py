@@ -1,4 +1,4 @@
-"""own_rows: the rows that this rank has of what is sharded over a group, in memory of their own.
+"""own_rows: a copy of this rank's rows of a tensor that is sharded over a group.
 
 Rank r of n has rows r * h up to (r + 1) * h, h = ceil(rows / n): the last ranks have fewer, or none. The node is the same on
 every rank, so that the ranks of a host can share what was compiled.
@@ -20,7 +20,7 @@ def _check(tensor: Tensor, world_size: int, group_name: str) -> None:
 
 
 def has_rows(tensor: Tensor) -> bool:
-    """Return whether there are rows of a tensor to share; if not, every rank has it whole."""
+    """Return whether a tensor has rows to share; if not, every rank has it whole."""
     return tensor.dim() > 0 and tensor.numel() > 0
 
 
@@ -44,5 +44,5 @@ def own_rows(tensor: Tensor, world_size: int, group_name: str) -> Tensor:
 
 
 def on_first_rank(number: Tensor, group_name: str) -> Tensor:
-    """Return what all ranks of a group have, of no dimension, as a vector: of one element on the first of them, else empty."""
+    """Return a 0-d tensor that every rank has as a vector, of one element on the first rank of the group, else empty."""
     return torch.ops.apexfx.own_rows(number.reshape(1), resolve_process_group(group_name).size(), group_name)

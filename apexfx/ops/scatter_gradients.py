@@ -1,7 +1,7 @@
-"""scatter_gradients: the rows that this rank has of the gradients of a call, averaged over the ranks, as one node.
+"""scatter_gradients: this rank's rows of the gradients of a call, averaged over the ranks, as one node.
 
-The pass of that name puts a reduce_scatter for each bucket in the place of the node, which no graph runs. What has no rows is
-averaged whole.
+The pass of that name puts a reduce_scatter for each bucket in the place of the node, which no graph runs. A gradient without
+rows is averaged whole.
 """
 
 from __future__ import annotations

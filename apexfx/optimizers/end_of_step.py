@@ -20,7 +20,7 @@ from ..ops.apply_gradients import Plan, is_skipped, norm_dtype, plan_of, present
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a step updates: tensors of 1 or 0, float32, 0-d; None of what is never so.
+    """Whether a step updates. A field is a tensor of 1 or 0, float32, 0-d, or None where it can never be 1.
 
     Attributes:
         found_inf: 1 where a gradient is not finite.
@@ -59,25 +59,25 @@ class Verdict:
 
 
 class EndOfStep:
-    """What the parts of a step's end read, and hand on to one another.
+    """Everything that the parts of a step's end read and hand on to one another.
 
     A part does not multiply gradients by a factor that the ops of an update take in their own pass over them: it hands that on.
 
     Attributes:
-        params: what is trained; of a step of which each rank updates rows, these rows.
+        params: the trained parameters, or this rank's rows of them where each rank updates rows.
         full_params: the parameters as they were given.
-        updated_full: the places of those that are updated whole even there.
-        grads: of each its gradient as the backward made it, or None where the loss does not depend on it.
+        updated_full: the places of those that every rank updates whole even there.
+        grads: the gradient of each as the backward made it, or None where the loss does not depend on it.
         updated: what the update writes: parameters, or their masters.
         counted: the slots that count updates and have counted this one.
-        count: of how many the loss is a mean, 0-d; None where it is no `Mean`.
-        scale, inverse: what the loss was multiplied with, and what unscales its gradients; None where nothing does.
-        clip: what gradients are multiplied with besides, or None.
-        norm, present_norms: of all unscaled gradients, as the backward made them, and of each that is not None; None where
-            nothing measures it.
+        count: the number of values that the loss is a mean of, 0-d; None where it is no `Mean`.
+        scale, inverse: the factor of the loss, and the one that unscales its gradients; None without a loss scale.
+        clip: the factor that clips gradients, or None.
+        norm, present_norms: the norm of all unscaled gradients before clipping, and of each that is not None; None where nothing
+            measures it.
         replaced: whether a part has set other gradients.
         keeps_gradients: whether they leave the graph.
-        verdict: of those parts that judge the gradients, before others read it.
+        verdict: that of the parts that judge the gradients, which run before others read it.
     """
 
     def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], slots: dict[str, Any],
@@ -186,7 +186,7 @@ class EndOfStep:
         return gradient
 
     def kept(self) -> list[Tensor]:
-        """Return the unscaled and clipped gradients for the caller to keep: memory of their own, in no bucket and no buffer."""
+        """Return the unscaled and clipped gradients for the caller to keep: copies that share no memory with buckets."""
         scales = self.inverse is not None or self.clip is not None
         return [(self._unscaled(g) if scales else g.clone()).to(dtype)
                 for g, dtype in zip(self.grads, self._dtypes) if g is not None]
@@ -198,7 +198,7 @@ def run_parts(plan: Plan, params: Sequence[Tensor], grads: Sequence[Tensor | Non
 
     Args:
         slots: in the order of `plan.slots`.
-        count: of how many the loss is a mean, 0-d; None where it is no `Mean`.
+        count: the number of values that the loss is a mean of, 0-d; None where it is no `Mean`.
 
     Returns:
         the code of the verdict, float32, 0-d

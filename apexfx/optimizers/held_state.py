@@ -1,4 +1,4 @@
-"""What is refused of the options and state that an optimizer holds: what is missing would begin anew without a word."""
+"""Checks of the options and state that an optimizer holds: what is missing would begin anew without a word."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_READ = ("differentiable", "initial_accumulator_value")
 
 
 def check_held(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Refuse options and state of which a part is missing, or is not what the optimizer keeps.
+    """Refuse options and state where a part is missing, or is not what the optimizer keeps.
 
     Args:
         names: of the parameters, by id.
@@ -75,7 +75,7 @@ def is_count(step: Any) -> bool:
 
 
 def check_loaded_options(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse options that were loaded of which numbers are missing, or out of the limits of an update.
+    """Refuse options that were loaded with numbers missing, or out of the limits of an update.
 
     Raises:
         ValueError: the option.

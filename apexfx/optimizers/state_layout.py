@@ -1,4 +1,4 @@
-"""What a rank has of a parameter that its optimizer updates, and of the state of that."""
+"""Which part of a parameter, and of its state, a rank has and updates."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..ranks import has_group
 
 @dataclass(frozen=True)
 class Ranks:
-    """Between whom a parameter is shared.
+    """The ranks that share a parameter.
 
     Attributes:
         size, group_name: of the process group.
-        holds_full: whether each rank has all of the parameter, and rows of its gradient and state alone; else rows of it, too.
+        holds_full: whether each rank has the full parameter, and rows of its gradient and state; else it has rows of all three.
     """
 
     size: int
@@ -32,27 +32,25 @@ class Ranks:
 
 
 class Layout:
-    """Each parameter as the optimizer has it: whole, or the rows that this rank has of a DTensor.
+    """Each parameter as the optimizer has it: whole, or this rank's rows of a DTensor.
 
     Attributes:
-        key: two layouts of one key have the same of each parameter.
+        key: equal for layouts that give a rank the same part of each parameter.
     """
 
     key = ""
 
     def rows(self, p: Tensor) -> Tensor:
-        """Return what the graph updates of a parameter, to be looked at."""
+        """Return the part of a parameter that the graph updates, for reading."""
         return local_rows(p)
 
     def ranks(self, p: Tensor) -> Ranks | None:
-        """Return between whom a parameter is shared; None where every rank has all of it, and of its state."""
+        """Return the ranks that share a parameter; None where every rank has all of it, and of its state."""
         return Ranks(p.device_mesh.size(), p.device_mesh.get_group().group_name, holds_full=False) if is_dtensor(p) else None
 
     def placed(self, held: Tensor, p: Tensor) -> Tensor:
-        """Return a tensor of a parameter's state, or of its values, where it belongs: whole, where it was loaded of a step that
-        shards it; rows of it, where it was loaded whole.
-
-        Every rank has to do so.
+        """Return state of a parameter, or its values, as this layout has them, which a checkpoint may have otherwise: whole, or
+        this rank's rows. Every rank has to call it.
 
         Raises:
             ValueError: `held` is rows of another rank.
@@ -66,10 +64,10 @@ class Layout:
 
 
 def check_own(held: Any) -> None:
-    """Refuse rows that another rank had, or one of another number of ranks: `torch.save` writes those of one rank.
+    """Refuse rows that another rank has saved, or one among another number of ranks: `torch.save` writes those of one rank.
 
     Raises:
-        ValueError: whose they are.
+        ValueError: which rank saved them.
     """
     if not is_dtensor(held):
         return

@@ -31,7 +31,7 @@ class Update:
         states: name -> one tensor for each of `params`, in the op's order.
         masters: what is updated in place of `params`, which become low-precision copies of it; or [].
         step: how many updates were made, float32: 0-d, or one element a parameter; None where they are not counted.
-        counts: whether that is kept for an optimizer of torch.
+        counts: whether the count is kept for an optimizer of torch.
     """
 
     op: str
@@ -111,22 +111,22 @@ def counts_updates(name: str) -> bool:
 
 
 def inverse_of(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what gradients of a loss that was multiplied with `scale` are multiplied with."""
+    """Return the factor that unscales the gradients of a loss that was multiplied with `scale`."""
     return scale.to(dtype).reciprocal()
 
 
 def clip_coefficient(norm: Tensor, max_grad_norm: float, epsilon: float) -> Tensor:
-    """Return what gradients of this norm are multiplied with, so that it is at most `max_grad_norm`."""
+    """Return the factor that brings the norm of gradients down to `max_grad_norm`, or 1."""
     return ((norm + epsilon).reciprocal() * max_grad_norm).clamp_max(1.0)
 
 
 def kind_of(value: Any) -> str:
-    """Return what code for a tensor goes by, in words; all else as `short` has it."""
+    """Return dtype, shape and device of a tensor, in words; other values as `short` has them."""
     return f"{value.dtype} of shape {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else short(value)
 
 
 def unlike_state(held: Tensor, expected: str) -> ValueError:
-    """Return the error about a tensor that is another than it was, or is to be."""
+    """Return the error about a tensor of state whose kind is not the one expected."""
     return ValueError(f"apexfx: the optimizer holds state of a parameter as {kind_of(held)}, expected {expected}: one was "
                       "converted after a step (model.double(), .to(), .data = ...). optimizer.load_state_dict("
                       "optimizer.state_dict()) converts dtype and device; a new optimizer begins anew")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ...random_state import forked_random
 from ..settings import attributes_of_parameter, copied, is_plain, reads_groups_alone
 from ..state_layout import WHOLE, Layout
 from ..update import kind_of
-from .shadow import reason_of, run_step, same, shadow_of
+from .shadow import CountsInProgram, reason_of, run_step, same, shadow_of
 from .symbolic_numbers import NotTraceable
 
 
@@ -41,32 +41,25 @@ class _FirstValues(dict):
             self.first[name] = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
         super().__setitem__(name, value)
 
-    def setdefault(self, name: str, value: Any = None) -> Any:
-        if name not in self:
-            self[name] = value
-        return self[name]
-
-    def update(self, *others: Any, **named: Any) -> None:
-        for name, value in dict(*others, **named).items():
-            self[name] = value
+    setdefault, update = MutableMapping.setdefault, MutableMapping.update  # by __setitem__
 
 
 _Make = Callable[[Tensor], dict[str, Any]]  # the state of a parameter
-# Of an optimizer: what makes the state of a kind of parameters.
+# By optimizer and kind of parameter.
 _MAKERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, _Make]] = weakref.WeakKeyDictionary()
 
 
 def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
                   half: torch.dtype | None = None, layout: Layout = WHOLE, *, anew: bool = False) -> list[dict[str, Any]]:
-    """Return the state of each parameter, of one that has none as the first step makes it: the step does one on a copy.
+    """Return the state of each parameter; where it has none yet, as a first step on a copy of it makes it.
 
     Args:
         half: what float32 parameters are about to be cast to.
         layout: what this rank has of each parameter.
-        anew: for parameters that have a state, too.
+        anew: whether parameters that have a state get a new one.
 
     Raises:
-        NotTraceable: a first step does not what a step on that state would do.
+        NotTraceable: a first step does something else than a step on that state would.
     """
     attributes = attributes_of_optimizer(optimizer)
     if own := [name for name, value in attributes.items() if not is_plain(value)]:
@@ -94,6 +87,8 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
                 if key not in makers:
                     makers[key] = _maker_of(step, p, of_torch=reads_groups_alone(optimizer))
                 made = makers[key](p)
+            except CountsInProgram:
+                raise
             except Exception as error:
                 raise NotTraceable(reason_of(error)) from error
         states.append({name: tree_map(lambda leaf, p=source: layout.as_state(leaf, p), held) for name, held in made.items()})
@@ -102,8 +97,8 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
 
 def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, Any], of_p: Mapping[str, Any], p: Tensor,
                 grad: Tensor, held: dict[str, Any], place: int = 0) -> list[Any]:
-    """Do a step on a copy of `p`, with the attributes `of_p`, whose state is `held`; return what it is then, its state, and the
-    place in torch's random numbers. At another place than the first, others like it are before it.
+    """Do a step on a copy of `p` that has the attributes `of_p` and the state `held`; return the copy, its state, and that of
+    torch's random numbers. In front of it are as many more copies as `place` says.
     """
     params = [as_parameter(p.clone().requires_grad_(), copied(of_p)) for _ in range(place + 1)]
     for each in params:
@@ -119,13 +114,13 @@ def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, An
 
 
 def _maker_of(step: Callable[..., list[Any]], like: Tensor, *, of_torch: bool) -> _Make:
-    """Return what makes the state of parameters like one, by what a first step does to two of other values.
+    """Return a function that makes the state of parameters like one, found by first steps on two that have other values.
 
     Args:
-        of_torch: what both have in common every parameter has; else that may be by chance, unless it is zeros.
+        of_torch: whether state that both have alike is that of every parameter; else it may be so by chance, unless it is zeros.
 
     Raises:
-        NotTraceable: a first step does not what a step on that state would do.
+        NotTraceable: a first step does something else than a step on that state would.
     """
     def first_of(p: Tensor, place: int = 0) -> dict[str, Any]:
         held = _FirstValues()
@@ -150,7 +145,7 @@ def _maker_of(step: Callable[..., list[Any]], like: Tensor, *, of_torch: bool) -
 
 
 def _leaf_maker(a: Any, b: Any, one: Tensor, other: Tensor, of_torch: bool) -> Callable[[Tensor], Any] | None:
-    """Return what makes of a parameter what `a` is for `one`, and `b` for `other`: that, or a copy; None for something else."""
+    """Return a function that makes `a` from `one` and `b` from `other`: a constant, or a copy; None if it would be another."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return (lambda _: a) if same(a, b) and (of_torch or not a) else None
     shape, stride = a.shape, a.stride()
@@ -165,7 +160,7 @@ def _leaf_maker(a: Any, b: Any, one: Tensor, other: Tensor, of_torch: bool) -> C
 
 
 def _frozen(value: Any) -> Any:
-    """Return what is equal for equal values, to be a key; for what may hide something, what is equal to nothing."""
+    """Return a key that is equal for equal values; for an object that may hide something, one that equals no other."""
     if isinstance(value, Tensor) and value.numel() < 9:
         return value.dtype, value.device, repr(value.tolist())
     if isinstance(value, (dict, list, tuple)):

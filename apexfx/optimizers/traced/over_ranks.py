@@ -1,6 +1,6 @@
-"""A traced step that makes matrices orthogonal (Muon's), over ranks of which each has rows of the gradients and the state.
+"""A traced step that makes matrices orthogonal (Muon's), over ranks that have rows of the gradients and the state each.
 
-All else that it does is by elements, and is done to rows. A matrix is made orthogonal whole, by one rank for all.
+One rank makes a matrix orthogonal for all. The rest of the step goes element by element, so that each rank does it to its rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BY_ELEMENT = (torch.ops.aten._to_copy.default, operator.getitem)  # besides wha
 
 
 def share_matrices(traced: fx.GraphModule, num_params: int, ranks: Ranks) -> None:
-    """Have each matrix that a step makes orthogonal be made so once, by one rank, of the rows of all.
+    """Have one rank make each matrix orthogonal, from the rows of all ranks.
 
     Args:
         traced: a step over whole tensors, which is to run over rows.
@@ -57,7 +57,7 @@ def _check_apart(graph: fx.Graph, num_params: int) -> None:
 
 
 def _share(nodes: Sequence[fx.Node], numbers: tuple, ranks: Ranks) -> None:
-    """Put one node in the place of those that make matrices orthogonal by the same numbers, behind all that they are made of."""
+    """Replace the nodes that make matrices orthogonal by the same numbers with one, which stands behind all of their inputs."""
     graph, first = nodes[0].graph, nodes[0]
     rows = [node.args[0][0] for node in nodes]
     for node in sorted(node for node in _made_of(rows) if node > first):

@@ -1,4 +1,4 @@
-"""What writes down as a graph what a `step()` does: ops over tensors, and in the place of each symbolic number a tensor."""
+"""The recorder, which writes down a `step()` as a graph: ops over tensors, and a tensor in the place of each symbolic number."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _CONDITIONS = 4  # along a path: each doubles how often a step is traced
 
 
 class Recorder(TorchDispatchMode):
-    """Below `torch.func.functionalize`, record ops over fake tensors, with tensors for symbolic numbers; what is equal once.
+    """Record ops over fake tensors, below `torch.func.functionalize`; equal calls are recorded once.
 
     Args:
-        inputs: of the graph.
-        now: what the numbers are that the host sets.
+        inputs: the inputs of the graph.
+        now: the numbers that the host sets, as they are now.
 
     Attributes:
-        guards: (how the host computes a condition, what came of it) of those that a trace has decided by the host's numbers.
-        path: (the condition as a tensor, what was decided) of those that only the graph knows.
+        guards: (how the host computes a condition, its outcome) where numbers of the host decided.
+        path: (a condition as a tensor, the outcome that is traced) where only the graph can decide.
     """
 
     def __init__(self, inputs: Sequence[Tensor], now: Inputs) -> None:
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
         return outcome
 
     def along_branches(self, function: Callable[[], list[Tensor]], decisions: Mapping[int, bool] = {}) -> list[Tensor]:
-        """Run `function` along all of its branches behind those that are decided; return what it does, by the conditions.
+        """Run `function` along all branches that `decisions` leaves open; return its results, chosen by the conditions.
 
         Raises:
             NotTraceable: one path has too many conditions.

@@ -1,4 +1,4 @@
-"""A shadow of an optimizer, which runs its `step()` on other parameters, and what that has changed in Python."""
+"""A shadow of an optimizer, which runs its `step()` on other parameters, and what the step has changed in Python."""
 
 from __future__ import annotations
 
@@ -12,24 +12,34 @@ from torch import Tensor
 
 from ..._torch import plain_step, tree_flatten
 from ...random_state import places_in_random
-from ..settings import NUMBERS, attributes_of_parameter, constants_put_back, copied
-from .symbolic_numbers import NotTraceable, asked_for_ids
+from ..settings import NUMBERS, attributes_of_parameter, comparable_value, copied, variables_of_program
+from .symbolic_numbers import NotTraceable, answering_programs
 
 _OUR_FILES = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH_FILES, _TORCH_OPTIM = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torch.optim.__file__) + os.sep
+
+
+class CountsInProgram(ValueError):
+    """A step has changed a variable of its program, which outlives the shadow: no step may run after it."""
 
 
 def run_step(shadow: torch.optim.Optimizer) -> None:
     """Run the step of a shadow, which is to leave all but the shadow as it is.
 
     Raises:
-        NotTraceable: it counts in its program, or draws random numbers of Python.
+        CountsInProgram: it has changed a variable of its program.
+        NotTraceable: it draws random numbers of Python.
     """
-    places = places_in_random()
-    with asked_for_ids(), constants_put_back(shadow) as written:
-        plain_step(type(shadow))(shadow)
-    if written:
-        raise NotTraceable(f"counts in Python: {written[0]!r} of its program is another after it")
+    places, before = places_in_random(), comparable_value(variables_of_program(shadow), id)
+    try:
+        with answering_programs():
+            plain_step(type(shadow))(shadow)
+    finally:
+        for (name, was), (_, now) in zip(before, comparable_value(variables_of_program(shadow), id)):
+            if repr(was) != repr(now):
+                raise CountsInProgram(
+                    f"apexfx: {type(shadow).__name__}.step() changes {name!r}, a variable of its module, class or closure, which "
+                    "is a constant of a graph; have it count in the state of a parameter, or in an attribute of the optimizer")
     if places_in_random() != places:
         raise NotTraceable("draws random numbers of Python")
 

@@ -36,10 +36,10 @@ from ..state_layout import WHOLE, Layout, Ranks
 from ..update import kind_of, unlike_state
 from .over_ranks import share_matrices
 from .recorder import Recorder
-from .shadow import facts_of, reason_of, run_step, same, shadow_of
-from .symbolic_numbers import AsFunctionalized, Host, NotTraceable, asked_of_numbers
+from .shadow import CountsInProgram, facts_of, reason_of, run_step, same, shadow_of
+from .symbolic_numbers import AsFunctionalized, Host, NotTraceable
 
-Place = tuple[int, str, int | None]  # of a number: a group, an option of it, and which of a pair
+Place = tuple[int, str, int | None]  # of a number: its group, its option, and its index in a pair
 _NOTHING = object()
 
 
@@ -65,7 +65,7 @@ def numbers_of(optimizer: torch.optim.Optimizer, changed: Mapping[int, Collectio
 
 def trace_key(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]],
               numbers: Mapping[str, Place]) -> Any:
-    """Return what a trace follows from, to be compared by its text: numbers of the graph are left out."""
+    """Return all that a trace depends on, to be compared by its repr; numbers that the graph takes are left out."""
     changing: dict[int, set[str]] = defaultdict(set)
     for group, option, _ in numbers.values():
         changing[group].add(option)
@@ -84,6 +84,7 @@ def _layout_and_number(tensor: Tensor) -> Any:
     return *_layout(tensor), *([tensor.item()] if tensor.numel() == 1 else [])
 
 
+# A graph, the places of the parameters and state that it writes, and the parameters for which it writes each shared tensor.
 _Traced = tuple[fx.GraphModule, list[int], list[list[int]]]
 _TRACES: weakref.WeakValueDictionary[str, StepTrace] = weakref.WeakValueDictionary()  # by digest
 
@@ -97,9 +98,9 @@ class StepTrace:
     Args:
         optimizer: the user's; nothing of it is changed.
         params: those that are trained.
-        state: of each, as the optimizer has it or is about to.
+        state: the state of each, as the optimizer has it or will.
         numbers: as of `numbers_of`.
-        shared: (place of a parameter, of a leaf of its state) -> place of the 0-d tensor that several parameters have there.
+        shared: (place of a parameter, place of a leaf of its state) -> index of a 0-d tensor that several parameters share.
         half: what float32 parameters are about to be cast to.
         layout: what this rank has of each parameter.
 
@@ -114,7 +115,7 @@ class StepTrace:
         self._attributes = attributes_of_optimizer(optimizer)
         self._mode = FakeTensorMode()
         places = {id(p): place for place, p in enumerate(params)}
-        # Of parameters that are not trained it has tensors that no graph takes: a step that reads or writes one is none.
+        # For a parameter that is not trained there is a tensor that no graph takes: a step that reads or writes it is refused.
         self._groups = [{**group, "params": [places[id(p)] if id(p) in places else _fake(self._mode, p, half)
                                              for p in group["params"]]} for group in optimizer.param_groups]
         self._now = {place: read_number(optimizer.param_groups, place) for place in self.numbers.values()}
@@ -159,7 +160,7 @@ class StepTrace:
                 raise unlike_state(tensor, kind_of(own))
 
     def graph(self, present: tuple[bool, ...]) -> _Traced:
-        """Return the graph in which these parameters have a gradient, what it writes, and of whom it writes what several have."""
+        """Return the graph for when these parameters have a gradient; see `_Traced`."""
         if present not in self._graphs:
             try:
                 with not_compiling(), forked_random(), self._mode, torch.no_grad():
@@ -171,6 +172,8 @@ class StepTrace:
                 if not all(present):
                     raise NotTraceable("makes differ what parameters have in common, where some have no gradient") from None
                 raise
+            except CountsInProgram:
+                raise
             except Exception as error:
                 raise NotTraceable(reason_of(error)) from error
         return self._graphs[present]
@@ -178,19 +181,17 @@ class StepTrace:
     def _traced(self, present: tuple[bool, ...]) -> _Traced:
         grads = [torch.empty_like(p) for p, here in zip(self._params, present) if here]
         held = [self._leaves[p][place] for p, place in self._held]
-        firsts = {index: self._leaves[p][place] for (p, place), index in self._shared.items()}
+        first_of = {index: self._leaves[p][place] for (p, place), index in self._shared.items()}
+        firsts = [first_of[index] for index in sorted(first_of)]
         scalars = [torch.empty((), dtype=torch.float64, device=self._params[0].device) for _ in self.numbers]
-        inputs = [*self._params, *grads, *held, *(firsts[index] for index in sorted(firsts)), *scalars]
-        sizes = [len(self._params), len(grads), len(held), len(firsts), len(scalars)]
-        recorder = Recorder(inputs, self._now)
-        run = torch.func.functionalize(functools.partial(self._run, recorder, present, sizes))
+        recorder = Recorder([*self._params, *grads, *held, *firsts, *scalars], self._now)
+        run = torch.func.functionalize(functools.partial(self._run, recorder, present))
         with recorder:
-            new = recorder.along_branches(lambda: run(*inputs))
+            new = recorder.along_branches(lambda: run(self._params, grads, held, firsts, scalars))
         self.guards += recorder.guards
-        params, _, held, firsts, _ = _split(inputs, sizes)
-        old, common = [*params, *held, *firsts], list(firsts)
+        old, common, num_own = [*self._params, *held, *firsts], list(firsts), len(self._params) + len(held)
         moved: list[list[int]] = [[] for _ in firsts]
-        for ((p, _), index), value in zip(self._shared.items(), new[len(params) + len(held):], strict=True):
+        for ((p, _), index), value in zip(self._shared.items(), new[num_own:], strict=True):
             if value is not firsts[index]:
                 if moved[index] and value is not common[index]:
                     raise SharedDiffer(index)
@@ -199,7 +200,7 @@ class StepTrace:
         for (p, _), index in self._shared.items():
             if present[p] and p not in moved[index] and any(present[other] for other in moved[index]):
                 raise SharedDiffer(index)
-        new = [*new[:len(params) + len(held)], *common]
+        new = [*new[:num_own], *common]
         if left := [place for place, here in enumerate(present) if here and new[place] is old[place]]:
             raise NotTraceable(f"leaves parameter {left[0]} as it is, which has a gradient")
         written = [place for place, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
@@ -208,9 +209,11 @@ class StepTrace:
                 raise NotTraceable(f"makes {kind_of(new[place])} of state that is {kind_of(old[place])}")
         return recorder.finish([new[place] for place in written], [old[place] for place in written]), written, moved
 
-    def _run(self, recorder: Recorder, present: Sequence[bool], sizes: Sequence[int], *tensors: Tensor) -> list[Tensor]:
-        """Run the step on a shadow; return its parameters, and the tensors of its state, those that are shared at the end."""
-        params, grads, held, firsts, scalars = _split([tensor.clone() for tensor in tensors], sizes)
+    def _run(self, recorder: Recorder, present: Sequence[bool], *tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run the step on a shadow, with copies of parameters, gradients, their state, shared state, and numbers; return the
+        parameters, their state, and for each parameter its shared state.
+        """
+        params, grads, held, firsts, scalars = ([tensor.clone() for tensor in each] for each in tensors)
         following = iter(grads)
         for p, here, attributes in zip(params, present, self._of_params):
             as_parameter(p, copied(attributes)).grad = next(following) if here else None
@@ -227,7 +230,7 @@ class StepTrace:
         state.update((p, tree_unflatten(own, tree)) for p, own, tree in zip(params, leaves, self._trees) if own)
         shadow = shadow_of(self._class, self._attributes, groups, state)
         before = facts_of(shadow)
-        with AsFunctionalized(), asked_of_numbers(), muon_orthogonalizes_by(_orthogonalized):
+        with AsFunctionalized(), muon_orthogonalizes_by(_orthogonalized):
             run_step(shadow)
         if changed := [name for name, value in facts_of(shadow).items() if not same(value, before.pop(name, _NOTHING))]:
             raise NotTraceable(f"counts in Python: {changed[0]} is another after it")
@@ -259,9 +262,9 @@ class StepTrace:
         Args:
             held: the tensors of the state that each parameter has for itself.
             shared: (vector, its members) of those that parameters have in common.
-            numbers: that the host sets, 0-d, float64.
-            factors: of the gradients, or None.
-            skipped: whether that is not to be read: the step then gets gradients of 0.
+            numbers: those that the host sets, 0-d, float64.
+            factors: what the gradients are multiplied with.
+            skipped: whether the step is skipped: it then gets gradients of 0.
         """
         present = tuple(g is not None for g in grads)
         graph, written, moved = self.graph(present)
@@ -282,7 +285,7 @@ class StepTrace:
         return [old[place] for place in new], [*new.values()]
 
     def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Return whether the branches are taken that were traced, by what the groups have now, as those traced next will be."""
+        """Return whether the numbers of the groups still lead along the branches that were traced; later traces use them, too."""
         self._now = {place: read_number(groups, place) for place in self.numbers.values()}
         return all(bool(host(self._now)) == outcome for host, outcome in self.guards)
 
@@ -307,11 +310,6 @@ def _set_number(groups: list[dict[str, Any]], place: Place, number: Any) -> None
         pair[which] = number
         number = tuple(pair)
     groups[group][option] = number
-
-
-def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
-    following = iter(tensors)
-    return [[next(following) for _ in range(size)] for size in sizes]
 
 
 def _fake(mode: Any, leaf: Any, half: torch.dtype | None, ranks: Ranks | None = None) -> Any:

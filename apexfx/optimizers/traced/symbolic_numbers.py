@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-Inputs = Mapping[Any, Any]  # of numbers that the host sets: what they are now
+Inputs = Mapping[Any, Any]  # the numbers that the host sets, as they are now
 Host = Callable[[Inputs], Any]  # computes a number on the host
 
 
@@ -32,7 +32,7 @@ class NotTraceable(Exception):
 
 
 class Trace(Protocol):
-    """What numbers ask of the recorder that they belong to: to compute others, to choose a branch, and to be tensors of an op."""
+    """The recorder, as its numbers see it: it computes others, chooses a branch, and has them be tensors of an op."""
 
     def number(self, function: Callable[..., Any], *operands: Number) -> Number: ...
 
@@ -48,7 +48,7 @@ def _says(answer: bool) -> Callable[[Any], bool]:
 
 
 class Number:
-    """What computes a `torch.SymFloat`: `tensor` is its value in the trace, or a constant, and `host` computes it, if it can.
+    """The node of a `torch.SymFloat`: `tensor` is its value in the trace, or a constant, and `host` computes it, if it can.
 
     The names of the methods are those that `torch.SymFloat` looks for.
     """
@@ -103,7 +103,7 @@ class Number:
 
 
 class Condition(Number):
-    """What computes a `torch.SymBool`."""
+    """The node of a `torch.SymBool`."""
 
     is_float, is_bool = _says(False), _says(True)
 
@@ -148,50 +148,46 @@ for _name, _function in COMPARISONS.items():
     setattr(Number, _name, lambda self, other, function=_function: self.trace.condition(function, self, other))
 
 
-def asked_of_numbers() -> contextlib.AbstractContextManager[None]:
-    """Have `max`, `min` and functions of `math` take symbolic numbers, too, which are instances of `float` to a program."""
-    def is_instance(value: Any, kinds: Any, plain: Callable[[Any, Any], bool] = isinstance) -> bool:
-        return plain(value, kinds) or type(value) is torch.SymFloat and plain(0.0, kinds) and _asks_of_program()
-
-    return _in_this_thread((builtins, "isinstance", is_instance), *(
-        (module, name, _either(getattr(module, name), of_numbers)) for module, name, of_numbers in (
-            (builtins, "max", lambda *args: functools.reduce(torch.sym_max, args)),
-            (builtins, "min", lambda *args: functools.reduce(torch.sym_min, args)), (math, "pow", operator.pow),
-            *((math, name, functools.partial(_elementwise, name)) for name in ("sqrt", "exp", "log", "cos", "sin", "tanh")))))
-
-
-def asked_for_ids() -> contextlib.AbstractContextManager[None]:
-    """Refuse a program that asks for the `id()` of a tensor, by which it knows those of a model, and no others."""
-    def of(value: Any, plain: Callable[[Any], int] = id) -> int:
-        if isinstance(value, Tensor) and _asks_of_program():
-            raise NotTraceable("asks for the id() of a tensor")
-        return plain(value)
-
-    return _in_this_thread((builtins, "id", of))
-
-
 @contextlib.contextmanager
-def _in_this_thread(*functions: tuple[ModuleType, str, Callable[..., Any]]) -> Iterator[None]:
-    """Have this thread, within `not_compiling`, call other functions in the place of those of modules, which all others call."""
-    thread = threading.get_ident()
+def answering_programs() -> Iterator[None]:
+    """Have `max`, `min` and functions of `math` take symbolic numbers, which `isinstance` says are floats, and refuse the `id()`
+    of a tensor, by which a program knows the parameters of its model: a trace has others.
 
-    def either(plain: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (own if threading.get_ident() == thread else plain)(*args, **kwargs)
+    Only this thread, within `not_compiling`, gets these answers, and the last two only a program, not torch's code or ours.
+    """
+    thread, plain_id, plain_isinstance = threading.get_ident(), id, isinstance
 
+    def replaced(module: ModuleType, name: str, answer: Callable[..., Any], kind: type = torch.SymFloat) -> Any:
+        def either(*args: Any, **kwargs: Any) -> Any:
+            is_asked = threading.get_ident() == thread and any([issubclass(type(x), kind) for x in args])
+            return (answer if is_asked else plain)(*args, **kwargs)
+
+        plain = getattr(module, name)
+        return patch.object(module, name, either)
+
+    def of_number(value: Any, kinds: Any) -> bool:
+        return plain_isinstance(value, kinds) or plain_isinstance(0.0, kinds) and _asks_of_program()
+
+    def of_tensor(value: Any) -> int:
+        if _asks_of_program():
+            raise NotTraceable("asks for the id() of a tensor")
+        return plain_id(value)
+
+    of_numbers = ((builtins, "isinstance", of_number), (math, "pow", operator.pow),
+                  (builtins, "max", lambda *args: functools.reduce(torch.sym_max, args)),
+                  (builtins, "min", lambda *args: functools.reduce(torch.sym_min, args)),
+                  *((math, name, functools.partial(_elementwise, name)) for name in ("sqrt", "exp", "log", "cos", "sin", "tanh")))
     with contextlib.ExitStack() as stack:
-        for module, name, own in functions:
-            stack.enter_context(patch.object(module, name, either(getattr(module, name), own)))
+        stack.enter_context(replaced(builtins, "id", of_tensor, Tensor))
+        for each in of_numbers:
+            stack.enter_context(replaced(*each))
         yield
 
 
 def _asks_of_program() -> bool:
-    """Return whether the function that called one of `_in_this_thread`, which calls this, is neither torch's nor ours."""
-    program = inspect.currentframe().f_back.f_back.f_back  # behind that one, and what tells threads apart
+    """Return whether the call that is answered stands in neither torch's code nor ours."""
+    program = inspect.currentframe().f_back.f_back.f_back  # behind the answer, and what chose it
     return str(program.f_globals.get("__name__")).partition(".")[0] not in ("torch", "apexfx")
-
-
-def _either(plain: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: (of_numbers if any(isinstance(x, torch.SymFloat) for x in args) else plain)(*args, **kwargs)
 
 
 def _elementwise(name: str, number: torch.SymFloat) -> torch.SymFloat:
@@ -205,8 +201,8 @@ _REQUIRES_GRAD = Tensor.requires_grad.__get__
 
 
 class AsFunctionalized(TorchFunctionMode):
-    """Has torch be called as functionalization knows it, and take a symbolic number where it makes a tensor of one; a parameter
-    requires a gradient.
+    """Replaces calls of torch that functionalization does not know, or that take no symbolic number; a parameter requires a
+    gradient.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -24,7 +24,7 @@ class TracedUpdate:
     Attributes:
         trace: the step.
         params: the parameters.
-        optimizer: whose numbers are read.
+        optimizer: the one whose numbers are read.
         held: (parameter, name, tensor) of the state that each parameter has for itself.
         vectors: (vector, parameters) of numbers that parameters have in common.
     """
@@ -93,12 +93,12 @@ def _check_dtypes(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) ->
                 raise unlike_state(held, kind_of(p))
 
 
-# Of an optimizer: what was traced, by all that it follows from.
+# By optimizer: what was traced, by a text of all that it depends on.
 _KNOWN: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def _alike(params: Sequence[Tensor], states: Sequence[dict[str, Any]], labels: Labels) -> dict[tuple[Any, ...], list[int]]:
-    """Return what 0-d tensors of the state are, the name first, -> places of the parameters of which they are that."""
+    """Return (name, dtype, number, label) of the 0-d tensors of the state -> places of the parameters that have such a one."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, (p, held) in enumerate(zip(params, states)):
         for name, leaf in held.items():
@@ -110,9 +110,9 @@ def _alike(params: Sequence[Tensor], states: Sequence[dict[str, Any]], labels: L
 def _traced(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states: Sequence[dict[str, Any]],
             names: Mapping[str, Place], alike: dict[tuple[Any, ...], list[int]], half: torch.dtype | None, layout: Layout,
             ) -> tuple[StepTrace, list[tuple[str, list[int]]]]:
-    """Trace a step; return (name, places of parameters) of the numbers in their state, too, that they have in common.
+    """Trace a step; return also (name, places of parameters) of the numbers that parameters have in common.
 
-    Those are tensors of one value that a step makes one value of; if it does not for all, then perhaps for those of a group.
+    Such numbers are equal before the step and after it. Where it makes them differ, the parameters of each group are tried apart.
     """
     group_of = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
     while True:
