@@ -135,7 +135,7 @@ def graph_breaks(before: tuple[int, float]) -> list[str]:
 
 
 def graph_breaks_around(gm: torch.fx.GraphModule) -> list[str]:
-    """Return the graph breaks, as `graph_breaks` does, that a graph which Dynamo is compiling begins behind and ends in."""
+    """Return the graph breaks in front of the graph that Dynamo is compiling, and at its end, as `graph_breaks` does."""
     translator = current_translator()
     code = translator.output.root_tx.f_code if translator is not None else None
     begin = re.search(r"torch_dynamo_resume_in_.+_at_(\d+)$", code.co_name if code is not None else "")
@@ -415,9 +415,7 @@ _MASKS = (torch.bool, torch.uint8)  # the dtypes of tensors that are masks where
 
 
 def read_of_data(error: Exception) -> str:
-    """Return the stack of what read the number from data by which Dynamo could not decide, of the error that it raised; "" for
-    none that is known.
-    """
+    """Return the stack of the line that read from data the number at which Dynamo raised `error`; "" where that is not known."""
     decided_by = getattr(getattr(error.__cause__, "cond", None), "free_symbols", ())
     output = _output_graph(error)
     values = ((node, node.meta.get("example_value")) for node in (output.graph.nodes if output is not None else ()))
@@ -452,9 +450,9 @@ def _output_graph(error: BaseException) -> Any:
 
 
 def _select_numbers(tensor: TensorVariable, tx: Any, key: Any) -> tuple[TensorVariable, Any]:
-    """Return what of a tensor an index is of, and the index, without the numbers in it that are known when the graph runs only.
+    """Select from a tensor by the numbers in an index that only a run of the graph knows; return that, and the rest of the index.
 
-    Those are 0-dim tensors of integers, which eager reads, and integers that were read: `table[:, k]` is `table.select(1, k)[:]`.
+    They are 0-dim tensors of integers, which eager reads, and integers that were read: `table[:, k]` is `table.select(1, k)[:]`.
     Dynamo (2.13) takes the latter alone, and only where it is the whole index.
     """
     entries, rest = list(key.items) if isinstance(key, TupleVariable) else [key], []
