@@ -26,8 +26,8 @@ class Mean:
 
     A training step whose loss is one updates by the gradient of (sum of totals) / (sum of counts) over all calls of an
     accumulation and all ranks, however the batch is split over them; the mean of each call's mean is another number wherever
-    counts differ. Where all counts are 0, nothing is updated. Means add up, each with its own count, and a number weighs one:
-    `tokens + 0.1 * routing`; a scalar that is averaged over calls and ranks is `Mean(scalar, 1)`.
+    counts differ. Where all counts are 0, nothing is updated. Means add up and subtract, each with its own count, and a number
+    weighs one: `tokens + 0.1 * routing`; a scalar that is averaged over calls and ranks is `Mean(scalar, 1)`.
 
     Args:
         total: the sum, a scalar tensor.
