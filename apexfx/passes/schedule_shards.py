@@ -184,9 +184,8 @@ def _followers(source: fx.Node, also: Sequence[Any]) -> list[fx.Node]:
 
 def _needed(readers: Sequence[fx.Node], members: set[fx.Node]) -> set[fx.Node]:
     """Return the members that readers read, and the members that those are computed from."""
-    needed, todo = set(), [source for reader in readers for source in members.intersection(reader.all_input_nodes)]
-    while todo:
-        if (node := todo.pop()) not in needed:
+    needed: set[fx.Node] = set()
+    for node in sorted(members, reverse=True):
+        if any(user in needed or user in readers for user in node.users):
             needed.add(node)
-            todo += members.intersection(node.all_input_nodes)
     return needed
