@@ -100,7 +100,7 @@ def compiled_module() -> torch.nn.Module | None:
 
 
 def raised_by_op(error: BaseException) -> BaseException:
-    """Return what an op raised when Dynamo ran it on fake tensors, of the error that Dynamo made of it."""
+    """Return the error that an op raised on fake tensors, from the one that Dynamo has made around it."""
     while (type(error).__module__.startswith("torch._dynamo") or str(error).startswith("Dynamo failed to run")) \
             and (inner := error.__cause__ or error.__context__) is not None:  # the text is of a RuntimeError between (2.14)
         error = inner
@@ -290,10 +290,10 @@ def with_closures_named(text: str) -> str:
 
 
 def guard_shared_objects() -> None:
-    """Have Dynamo guard an object which it found by a local and by a global, of which it leaves out that they are one (2.13).
+    """Have Dynamo guard that a local and a global are one object, where it found one by both; 2.13 forgets to.
 
-    `TABLE[self.kind]` would go on with the kind that was there first. That a key of a dictionary is another object, too, is not
-    looked at in each call: so which object both are is.
+    `TABLE[self.kind]` would go on with the kind that was there first. Dynamo does not look at keys of dictionaries in each call,
+    so that both are guarded to be the object that they are now.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import is_from_local_source
@@ -310,7 +310,7 @@ def guard_shared_objects() -> None:
 
 
 def gradients_read() -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield (tensor, "file.py:line") of what the frame that Dynamo is compiling reads the `.grad` of.
+    """Yield each tensor whose `.grad` the frame that Dynamo is compiling reads, with "file.py:line".
 
     To reset it in `zero_grad()`, or to look whether a `backward()` adds to it, as Dynamo does itself, is no read.
     """
@@ -330,7 +330,7 @@ def traced_constants() -> list[object]:
 
 
 def traced_objects(kind: str) -> list[str]:
-    """Return where the frame that Dynamo is compiling has objects, by the class of variables that it holds them as."""
+    """Return the sources of the objects that the frame which Dynamo is compiling holds as variables of class `kind`."""
     translator = current_translator()
     effects = translator.output.side_effects if translator is not None else None
     return [each.source.name for each in (effects.id_to_variable.values() if effects is not None else ())
@@ -338,9 +338,9 @@ def traced_objects(kind: str) -> list[str]:
 
 
 def replaced_sources() -> set[str]:
-    """Return where the attributes, and items of dicts, lie in whose place the frame which Dynamo is compiling puts others.
+    """Return where the attributes and items of dictionaries lie that the frame which Dynamo is compiling replaces.
 
-    A module's buffers are items of its registry. Of a list that is changed, all items are among them.
+    A module's buffers are items of its registry. All items of a list that is changed are among them.
     """
     translator = current_translator()
     effects = translator.output.side_effects if translator is not None else None
@@ -395,7 +395,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether `value` is a tensor of which each rank may hold a part."""
+    """Return whether `value` is a tensor that ranks may hold parts of."""
     made_by = sys.modules.get("torch.distributed.tensor")  # without which there is none
     return made_by is not None and isinstance(value, made_by.DTensor)
 
@@ -412,14 +412,14 @@ def local_rows(value: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(value: object, p: torch.Tensor) -> object:
-    """Return a tensor of the shape of what this rank has of a DTensor as another one of its kind; anything else as it is."""
+    """Return a tensor with the shape of this rank's part of a DTensor `p` as a DTensor like it; anything else as it is."""
     if not is_dtensor(p) or not isinstance(value, torch.Tensor) or is_dtensor(value) or value.shape != p._local_tensor.shape:
         return value
     return type(p).from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def distributed_like(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Return of a whole tensor what this rank has of a DTensor `p` of its shape; of any other the tensor as it is."""
+    """Return a whole tensor, with the shape of a DTensor `p`, as a DTensor like it; any other tensor as it is."""
     if not is_dtensor(p) or is_dtensor(value) or value.shape != p.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -449,7 +449,7 @@ def fakes_are_run() -> bool:
 
 
 def innermost_backend(backend: object | None) -> object | None:
-    """Return what the user gave `torch.compile` for a backend, of what Dynamo makes of it; None for None."""
+    """Return the backend that `torch.compile` was given, from the one that Dynamo has made around it; None for None."""
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)  # or in torch's DistributedDataParallel, a DDPOptimizer's
            or getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)) is not None:
         backend = inner

@@ -135,7 +135,7 @@ def graph_breaks(before: tuple[int, float]) -> list[str]:
 
 
 def graph_breaks_around(gm: torch.fx.GraphModule) -> list[str]:
-    """Return the graph breaks, as `graph_breaks` does, that a graph which Dynamo is compiling begins behind and ends in."""
+    """Return the graph breaks in front of the graph that Dynamo is compiling, and at its end, as `graph_breaks` does."""
     translator = current_translator()
     code = translator.output.root_tx.f_code if translator is not None else None
     begin = re.search(r"torch_dynamo_resume_in_.+_at_(\d+)$", code.co_name if code is not None else "")
@@ -415,9 +415,7 @@ _MASKS = (torch.bool, torch.uint8)  # the dtypes of tensors that are masks where
 
 
 def read_of_data(error: Exception) -> str:
-    """Return the stack of what read the number from data by which Dynamo could not decide, of the error that it raised; "" for
-    none that is known.
-    """
+    """Return the stack of the line that read from data the number at which Dynamo raised `error`; "" where that is not known."""
     decided_by = getattr(getattr(error.__cause__, "cond", None), "free_symbols", ())
     output = _output_graph(error)
     values = ((node, node.meta.get("example_value")) for node in (output.graph.nodes if output is not None else ()))
@@ -452,14 +450,13 @@ def _output_graph(error: BaseException) -> Any:
 
 
 def _select_numbers(tensor: TensorVariable, tx: Any, key: Any) -> tuple[TensorVariable, Any]:
-    """Return what of a tensor an index is of, and the index, without the numbers in it that are known when the graph runs only.
+    """Select from a tensor by the numbers in an index that only a run of the graph knows; return that, and the rest of the index.
 
-    Those are 0-dim tensors of integers, which eager reads, and integers that were read: `table[:, k]` is `table.select(1, k)[:]`.
+    They are 0-dim tensors of integers, which eager reads, and integers that were read: `table[:, k]` is `table.select(1, k)[:]`.
     Dynamo (2.13) takes the latter alone, and only where it is the whole index.
     """
     entries, rest = list(key.items) if isinstance(key, TupleVariable) else [key], []
-    reads = (tx.one_graph or dynamo_config.capture_scalar_outputs) and _is_ours(innermost_backend(tx.output.compiler_fn))
-    if not reads or not any(map(_is_number, entries)):
+    if not (tx.one_graph or dynamo_config.capture_scalar_outputs) or not any(map(_is_number, entries)):
         return tensor, key
     for place, entry in reversed([*enumerate(entries)]):
         if not _is_number(entry):
@@ -470,10 +467,6 @@ def _select_numbers(tensor: TensorVariable, tx: Any, key: Any) -> tuple[TensorVa
         number = entry.call_method(tx, "item", [], {}) if isinstance(entry, TensorVariable) else entry
         tensor = tensor.call_method(tx, "select", [VariableTracker.build(tx, dim), number], {})
     return tensor, TupleVariable(rest)
-
-
-def _is_ours(backend: object | None) -> bool:
-    return getattr(getattr(backend, "compiler_fn", None), "__module__", "").startswith("apexfx.")
 
 
 def _is_number(entry: Any) -> bool:
@@ -493,29 +486,24 @@ def _constant(entry: Any) -> Any:
     return entry.as_python_constant() if entry.is_python_constant() else entry
 
 
-def _read_by_numbers(trace: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(trace)
-    def trace_operator(self: BuiltinVariable, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.fn is operator.getitem and isinstance(args[0], TensorVariable):
-            args = _select_numbers(args[0], tx, args[1])
-            if isinstance(args[1], TupleVariable) and not args[1].items:
-                return args[0]
-        return trace(self, tx, args, kwargs)
-
-    return trace_operator
+_Method = Callable[..., Any]  # of Dynamo's, which what stands in for it is given first
 
 
-def _write_by_numbers(trace: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(trace)
-    def trace_write(self: TensorVariable, tx: Any, key: Any, written: Any) -> Any:
-        tensor, rest = _select_numbers(self, tx, key)
-        version = self._get_fake_version()
-        result = trace(tensor, tx, rest, written)
-        if tensor is not self:  # whether it requires a gradient now
-            self._sync_if_inplace_mutation(tx, version, written.is_tensor())
-        return result
+def _read_by_numbers(theirs: _Method, self: BuiltinVariable, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if self.fn is operator.getitem and isinstance(args[0], TensorVariable):
+        args = _select_numbers(args[0], tx, args[1])
+        if isinstance(args[1], TupleVariable) and not args[1].items:
+            return args[0]
+    return theirs(self, tx, args, kwargs)
 
-    return trace_write
+
+def _write_by_numbers(theirs: _Method, self: TensorVariable, tx: Any, key: Any, written: Any) -> Any:
+    tensor, rest = _select_numbers(self, tx, key)
+    version = self._get_fake_version()
+    result = theirs(tensor, tx, rest, written)
+    if tensor is not self:  # whether it requires a gradient now
+        self._sync_if_inplace_mutation(tx, version, written.is_tensor())
+    return result
 
 
 def refuse_double_backward(outputs: Sequence[Any], message: str) -> None:
@@ -656,43 +644,37 @@ _INLINES = "inline_invoke_subgraph"
 INLINE_REGIONS = {_INLINES: True} if hasattr(dynamo_config, _INLINES) else {}
 
 
-def _inline_region(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace a call under `torch.compiler.nested_compile_region` as it stands there, in graphs of ours where torch is told to.
+def _inline_region(theirs: _Method, self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Trace a call under `torch.compiler.nested_compile_region` as it stands there, where torch is told to.
 
-    It does so in the captured graph (2.13). There all calls but the first have the modules of that one, and results without a
+    Torch does so in the captured graph (2.13). There all calls but the first have the modules of that one, and results without a
     history: `torch.autograd.grad` in the same graph gives None for all that comes before, without a word.
     """
-    @functools.wraps(call)
-    def inline(self: Any, translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if not getattr(dynamo_config, _INLINES, False) or not _is_ours(innermost_backend(translator.output.compiler_fn)):
-            return call(self, translator, args, kwargs)
-        function, *args = args
-        return function.call_function(translator, args, kwargs)
-
-    return inline
+    if not getattr(dynamo_config, _INLINES, False):
+        return theirs(self, tx, args, kwargs)
+    function, *args = args
+    return function.call_function(tx, args, kwargs)
 
 
 _PARAMETERS_OF_GRAD = tuple(inspect.signature(torch.autograd.grad).parameters)
 
 
-def _trace_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace `torch.autograd.grad`, and what `torch.func` has in its place, in graphs of ours by what eager takes, and for any
-    number of rows. Dynamo (2.13) does not where
+def _trace_gradients(theirs: _Method, self: TorchInGraphFunctionVariable, tx: Any, args: Sequence[Any],
+                     kwargs: Mapping[str, Any]) -> Any:
+    """Trace `torch.autograd.grad`, and what `torch.func` has in its place, by what eager takes, and for any number of rows.
+
+    Dynamo (2.13) does not where
 
     - tensors come in another iterable than a list or tuple: `model.parameters()`, an `nn.ParameterList`;
     - the backward itself counts rows, as that of `o[mask] = token` does: their number is looked for among the gradients.
     """
-    @functools.wraps(call)
-    def call_function(self: TorchInGraphFunctionVariable, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.value not in (torch.autograd.grad, functorch_grad) or not _is_ours(innermost_backend(tx.output.compiler_fn)):
-            return call(self, tx, args, kwargs)
-        if self.value is torch.autograd.grad:
-            given = {name: _listed(tx, each) for name, each in {**dict(zip(_PARAMETERS_OF_GRAD, args)), **kwargs}.items()}
-            args, kwargs = [given.pop(name) for name in ("outputs", "inputs") if name in given], given  # these by position
-        with tx.output.shape_env.ignore_fresh_unbacked_symbols():
-            return call(self, tx, args, kwargs)
-
-    return call_function
+    if self.value not in (torch.autograd.grad, functorch_grad):
+        return theirs(self, tx, args, kwargs)
+    if self.value is torch.autograd.grad:
+        given = {name: _listed(tx, each) for name, each in {**dict(zip(_PARAMETERS_OF_GRAD, args)), **kwargs}.items()}
+        args, kwargs = [given.pop(name) for name in ("outputs", "inputs") if name in given], given  # these by position
+    with tx.output.shape_env.ignore_fresh_unbacked_symbols():
+        return theirs(self, tx, args, kwargs)
 
 
 def _listed(tx: Any, given: VariableTracker) -> VariableTracker:
@@ -702,22 +684,17 @@ def _listed(tx: Any, given: VariableTracker) -> VariableTracker:
     return given if is_taken else BuiltinVariable(tuple).call_function(tx, [given], {})
 
 
-def _bind_containers(bind_args: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace functions of ours by the lists, dictionaries and sets that their closures hold.
+def _bind_containers(theirs: _Method, self: UserFunctionVariable, tx: Any, *args: Any) -> Any:
+    """Trace a function by the lists, dictionaries and sets that its closure holds.
 
     Where a function is reached through an object that is made while it is traced, as a method of it, Dynamo takes copies: what is
     written to them is lost, without a word (pytorch#197896).
     """
-    @functools.wraps(bind_args)
-    def bind(self: UserFunctionVariable, tx: Any, *args: Any) -> Any:
-        if self.get_source() is not None or not any(map(_holds_container, self.fn.__closure__ or ())) \
-                or not _is_ours(innermost_backend(tx.output.compiler_fn)):
-            return bind_args(self, tx, *args)
-        source = GlobalSource(tx.output.install_global_by_id("apexfx_function", self.fn))
-        with mock.patch.object(self, "get_source", lambda: source):
-            return bind_args(self, tx, *args)
-
-    return bind
+    if self.get_source() is not None or not any(map(_holds_container, self.fn.__closure__ or ())):
+        return theirs(self, tx, *args)
+    source = GlobalSource(tx.output.install_global_by_id("apexfx_function", self.fn))
+    with mock.patch.object(self, "get_source", lambda: source):
+        return theirs(self, tx, *args)
 
 
 def _holds_container(cell: types.CellType) -> bool:
@@ -727,11 +704,27 @@ def _holds_container(cell: types.CellType) -> bool:
 _HEADER = re.compile(r"^[ \t]*#[ \t]*(?:include|define PY_SSIZE_T_CLEAN)\b.*$", re.MULTILINE)
 
 
+def _in_our_graphs(theirs: _Method, ours: Callable[..., Any]) -> _Method:
+    @functools.wraps(theirs)
+    def method(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        compiler = getattr(innermost_backend(tx.output.compiler_fn), "compiler_fn", None)
+        is_ours = getattr(compiler, "__module__", "").startswith("apexfx.")
+        return ours(theirs, variable, tx, *args, **kwargs) if is_ours else theirs(variable, tx, *args, **kwargs)
+
+    return method
+
+
+# Methods of Dynamo's, what stands in for each while a graph of ours is captured, in which torch it is needed, and who met that.
+# They stay patched from the import on: `backend="apex"` gets what Dynamo has traced before, so that no context can be around it.
+DYNAMO_PATCHES = (
+    (BuiltinVariable, "_handle_insert_op_in_graph", _read_by_numbers, "2.13", "diffusion by one time step, a bank of features"),
+    (TensorVariable, "method___setitem__", _write_by_numbers, "2.13", "the same"),
+    (InvokeSubgraphHigherOrderVariable, "_call_function", _inline_region, "2.13, 2.14", "pytorch#178777"),
+    (TorchInGraphFunctionVariable, "call_function", _trace_gradients, "2.13, 2.14", "MAML, and the mask tokens of BERT and MAE"),
+    (UserFunctionVariable, "bind_args", _bind_containers, "2.13, 2.14", "pytorch#197896"),
+)
+for patched, name, ours, *_ in DYNAMO_PATCHES:
+    setattr(patched, name, _in_our_graphs(getattr(patched, name), ours))
+BuiltinVariable.call_function_handler_cache.clear()  # it holds what was there before
 for function in in_graphs:
     torch.compiler.allow_in_graph(function)
-BuiltinVariable._handle_insert_op_in_graph = _read_by_numbers(BuiltinVariable._handle_insert_op_in_graph)
-BuiltinVariable.call_function_handler_cache.clear()  # it holds what was there before
-TensorVariable.method___setitem__ = _write_by_numbers(TensorVariable.method___setitem__)
-InvokeSubgraphHigherOrderVariable._call_function = _inline_region(InvokeSubgraphHigherOrderVariable._call_function)
-TorchInGraphFunctionVariable.call_function = _trace_gradients(TorchInGraphFunctionVariable.call_function)
-UserFunctionVariable.bind_args = _bind_containers(UserFunctionVariable.bind_args)

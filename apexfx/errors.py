@@ -39,6 +39,10 @@ class ReplicaMismatchError(RuntimeError):
         return type(self), (str(self), self.ranks, self.parameters)
 
 
+class NotKeptError(RuntimeError, AttributeError):
+    """A step was not made to keep what is read of it: `hasattr` says that it has none."""
+
+
 class RankFailureError(RuntimeError):
     """A rank died, stopped communicating, or failed in a backward."""
 

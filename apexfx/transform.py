@@ -257,7 +257,7 @@ def make_transformed(source: nn.Module, config: TransformConfig, compiler: Graph
 
 
 def _with_source(model: nn.Module, duplicate: nn.Module, source: nn.Module, forward: Callable[..., Any] | None) -> nn.Module:
-    """Return `duplicate`, which holds nothing yet, as what `model` is of its source, of another one."""
+    """Make the empty `duplicate` a transformed module of `source`, with the options of `model`; return it."""
     from .compiler.graph_compiler import make_compiler
 
     config = get_compiled(model).config

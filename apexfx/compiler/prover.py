@@ -301,7 +301,7 @@ class _Proving:
             self._gradients_read[node] = float(ops.abs().max())
 
     def _kind(self, key: Key) -> str:
-        """Return of which tensors the sizes may be compared with that of one."""
+        """Return the kind of a tensor: its size is compared with sizes of its kind."""
         what, place = key
         if what == "handed":
             return self._names[key][1]
@@ -323,10 +323,10 @@ class _Proving:
 
     def _beyond_rounding(self, compared: Mapping[Key, Compared], sizes: Mapping[Key, Errors]) -> tuple[
             list[Key], dict[Key, Tensor]]:
-        """Return what the code has too far off, element by element beside how far the ops bring it on inputs a rounding away.
+        """Return the tensors that the code has wrong, and how far the ops move each suspect on inputs that are a rounding away.
 
-        That leaves out what turns on a rounding: a mask where two values are equal, an element of a traced update by a gradient
-        that is nearly 0, for which gradients are moved, too. Of what was suspected, those distances are returned, too.
+        Elements are compared with those distances. So nothing counts that turns on a rounding: a mask where two values are equal,
+        an element of a traced update by a gradient that is nearly 0, for which gradients are moved, too.
         """
         sizes_read = self._gradients_read.values()
         usual = statistics.median(sizes_read) or max(sizes_read) if sizes_read else 0.0

@@ -111,9 +111,9 @@ class Agreement:
         """Return when every rank has given tensors of the same names, shapes and dtypes, as `ensure` does."""
         self.ensure("parameters and buffers of the model", [[name, list(t.shape), str(t.dtype)] for name, t in named])
 
-    def before_run(self, run: Communication, *, flushes: bool = False) -> None:
-        """Return when every rank is about to do the same; the arguments and errors are those of `begin_run`."""
-        self.begin_run(run, flushes=flushes)()
+    def before_run(self, run: Communication) -> None:
+        """Return when every rank is about to do the same; the errors are those of `begin_run`."""
+        self.begin_run(run)()
 
     def begin_run(self, run: Communication, *, flushes: bool = False) -> Callable[[], None]:
         """Begin to compare what every rank is about to do; return what waits for it.

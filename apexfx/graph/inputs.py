@@ -102,8 +102,8 @@ def replace_gradients(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
     node.args = (tuple(new),) if node.op == "output" else (node.args[0], list(new), *node.args[2:])
 
 
-def trained_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that are the parameters of the node that takes the gradients of `gm`, or of which those are rows.
+def trained_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs that are the parameters of the node that takes the gradients, or that those are rows of.
 
     Raises:
         ValueError: one is no input any more, since the forward writes it: its gradient would belong to no parameter.
@@ -128,7 +128,7 @@ def gradients(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> list[G
     """Return the parameter gradients of a backward graph or a training step, in order; those that are None are left out."""
     node, taken = gradient_list(gm)
     if node.op != "output":
-        trained = [placeholders[parameter.meta["desc"].idx] for parameter in trained_inputs(gm, node)]
+        trained = [placeholders[parameter.meta["desc"].idx] for parameter in trained_inputs(node)]
         return [Gradient(position, gradient, p) for position, (gradient, p) in enumerate(zip(taken, trained))
                 if gradient is not None]
     inputs = [desc.grad_of if isinstance(desc, GradAOTOutput) else None for desc in node.meta.get("desc") or ()]

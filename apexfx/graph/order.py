@@ -191,7 +191,7 @@ class _Versions:
         return _Depends(reads, masks, num_writes)
 
     def conflict(self, was: int, new: int) -> int | None:
-        """Return the memory of a version in `new` of which `was` has other versions alone, or None."""
+        """Return the memory that `was` has other versions of than `new`, or None."""
         for (memory, _), bit in self._bits.items():
             if new & bit and was & self._of_memory[memory]:
                 return memory

@@ -19,7 +19,7 @@ Behind = Mapping[fx.Node, Collection[fx.Node]]  # the nodes that each node has t
 
 _ALIGNED = 16  # bytes: compiled code takes every input for memory that begins at a multiple of these
 _PHASES = 8  # places where copies may begin that are looked at
-_NEXT, _DISTANCES = 8, 64  # of those that a token has to the next of its kind, how many are looked at
+_NEXT, _DISTANCES = 8, 64  # to how many next tokens of its kind one is measured; how many distances are tried
 _VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)  # whose schema does not say that they may be
 
 
@@ -27,9 +27,9 @@ class Repeat(NamedTuple):
     """Equal copies of some nodes.
 
     Attributes:
-        copies: the nodes of each, in order.
-        operands: of each, the nodes in front of it that it reads, in the order in which it first does.
-        results: the places in a copy of what is read behind one of them, and of what such a view is a view of.
+        copies: the nodes of each copy, in order.
+        operands: for each copy, the nodes in front of it that it reads, in the order of its first reads.
+        results: the places in a copy of the nodes that are read behind it; of a view, the place of what it views.
     """
 
     copies: Sequence[Sequence[fx.Node]]
@@ -109,7 +109,7 @@ def _constants(argument: Any) -> Any:
 
 
 def _kind(val: Any) -> Any:
-    """Return what has to agree of two values for one code to make, or to read, both."""
+    """Return what two values must have alike, so that one code can make, or read, both."""
     if isinstance(val, Tensor):
         return str(val.shape), str(val.stride()), val.dtype, val.device
     return tuple(map(_kind, val)) if isinstance(val, (tuple, list)) else repr(val)
@@ -131,7 +131,7 @@ def _longest(tokens: Sequence[int], least_ops: int, least_copies: int) -> tuple[
 
 
 def _distances(tokens: Sequence[int]) -> list[int]:
-    """Return how far behind a token the same one often comes, or one of the next of them: that is how far copies are apart."""
+    """Return the distances at which equal tokens most often follow each other: copies are as far apart."""
     counts: dict[int, int] = defaultdict(int)
     places: dict[int, deque[int]] = defaultdict(functools.partial(deque, maxlen=_NEXT))
     for place, token in enumerate(tokens):
@@ -165,7 +165,7 @@ class _Run:
         return best
 
     def _cuts(self, begin: int) -> list[int]:
-        """Return the places in a copy, its ends among them, where a node lies that waits for it and that it waits for."""
+        """Return the places that cut a copy: its ends, and each node in between that waits for the copy, and the copy for it."""
         cuts = {0, self._period}
         for first in range(begin, self._end - self._period + 1, self._period):
             copy = self._nodes[first:first + self._period]
@@ -180,7 +180,7 @@ class _Run:
         return sorted(cuts)
 
     def _wired(self, begin: int, low: int, high: int, least_copies: int) -> Repeat | None:
-        """Return a part of the copies behind `begin`, from place `low` to `high`, of those that are wired alike."""
+        """Return the part between places `low` and `high` of the copies behind `begin` that are wired alike."""
         alike = defaultdict(list)
         for first in range(begin, self._end - self._period + 1, self._period):
             places = range(first + low, first + high)

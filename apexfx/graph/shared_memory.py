@@ -53,18 +53,16 @@ class MemoryCheck:
         placeholders: the inputs.
         updated: the places of those that the step updates.
         written: the places of those that the forward writes.
-        shared: what `shared` was, of the graph in another process.
 
     Attributes:
         shared: the places of two that share what the forward writes, and how, in the first call; None before it.
     """
 
-    def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int], written: Sequence[int],
-                 shared: dict[tuple[int, int], tuple[int, int]] | None = None) -> None:
+    def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int], written: Sequence[int]) -> None:
         self._placeholders, self._updated, self._written = placeholders, set(updated), {*updated, *written}
         self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in self._written]
         self._is_written = [place in self._written for place in range(len(placeholders))]
-        self.shared = shared
+        self.shared: dict[tuple[int, int], tuple[int, int]] | None = None
         self._where: list[int] | None = None  # is what is written
         self._extents: list[tuple[int, int]] = []  # of that, sorted
 

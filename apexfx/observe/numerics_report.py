@@ -76,7 +76,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """What it is to blame for: the error introduced, or inherited where it magnifies that beyond measure."""
+        """The error that the op is to blame for: what it introduces, or inherits where it magnifies that beyond measure."""
         return max(self.introduced, self.inherited if self.magnifies >= _MAGNIFIES else 0.0)
 
     @property
@@ -98,7 +98,7 @@ class Row:
 
     @property
     def is_magnifier(self) -> bool:
-        """Whether the error stands out that it makes of that of its inputs, and is more than what it introduces."""
+        """Whether it magnifies the error of its inputs until that stands out, beyond what it introduces."""
         return self.magnifies >= _MAGNIFIES and self.inherited > self.introduced and self.stands_out
 
     def to_json(self) -> dict[str, Any]:
@@ -238,10 +238,10 @@ def rows_of(graph: fx.Graph, ops: Mapping[str, OpDtype | None], reference: Refer
 
 
 def _consequences(rows: Sequence[tuple[Row, _Group, fx.Node]], reference: Reference) -> dict[int, str]:
-    """Return `Row.consequence` of the rows that are to blame for what a later one makes of their error, by index.
+    """Return, by index, the `Row.consequence` of the rows whose error a later row makes worse.
 
     Args:
-        rows: in order; each with its nodes, and the one that its numbers are of.
+        rows: in order; each with its nodes, and the one that was measured.
         reference: that has observed the run.
     """
     row_of = {node: index for index, (_, group, _) in enumerate(rows) for node in group.nodes}
@@ -287,7 +287,7 @@ class _Group:
     num_calls: int
 
     def described(self, node: fx.Node) -> dict[str, Any]:
-        """Return what a row says of the op, `node` being what its numbers are of."""
+        """Return what a row says of the op; `node` is the one that was measured."""
         val = next((x for x in tree_leaves(value(node)) if isinstance(x, Tensor)), None)
         row = {"call": op_name(node), "phase": self.phase, "dtype": short_dtype(val.dtype) if val is not None else "-",
                "num_calls": self.num_calls}
@@ -315,7 +315,7 @@ def _groups(graph: fx.Graph, ops: Mapping[str, OpDtype | None], nodes: Sequence[
 
 
 def ops_of(graph: fx.Graph, casts: Collection[str] = ()) -> dict[fx.Node, tuple[str, str]]:
-    """Return, for nodes of ops, the `OpDtype.node` that each belongs to, and its phase; a backward by the op of the same number.
+    """Return for each node the `OpDtype.node` that it belongs to, and its phase; a backward has the number of its op.
 
     The gradient of a cast is narrowed for the op that made the narrow tensor, and belongs to that; of `casts`, to the cast. A sum
     of gradients has the number of the loss, and goes with the last of them, as in a profile.
@@ -346,7 +346,7 @@ def _summed_last(node: fx.Node) -> fx.Node:
 
 
 def _narrowed_by(node: fx.Node, belongs: Mapping[fx.Node, Any], casts: Collection[str]) -> fx.Node:
-    """Return, for a cast, what made the tensor of the dtype that its gradient is cast back to; any other node as it is."""
+    """Return for a cast the node whose tensor it narrows, to which its gradient is cast back; any other node as it is."""
     if node.target is not _CAST or belongs[node][0] in casts:
         return node
     source = node.args[0]
@@ -369,7 +369,7 @@ def _figures(errors: NodeErrors, *, in_tail: bool) -> tuple[float, float, float]
     """Return the error introduced and inherited, relative, and how many times the latter is that of the inputs.
 
     Args:
-        in_tail: nothing reads the result but an output: a sum of what nearly cancels is not to blame for what it is the sum of.
+        in_tail: whether outputs alone read the result: a sum whose terms nearly cancel is not to blame for their errors.
     """
     introduced, inherited = (relative(error, errors.scale) for error in (errors.introduced, errors.inherited))
     return introduced, inherited, 0.0 if in_tail else relative(inherited, errors.of_inputs)

@@ -24,7 +24,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 class NodeErrors:
     """How far the result of a node is from the reference's: norms over all its floating elements that are finite in both.
 
-    Of a node whose result has none: shares of elements that differ.
+    Where a result has no floating elements, they are the shares of elements that differ.
 
     Attributes:
         introduced: between the result and what the node gives in the wide dtype for the inputs that it got.
@@ -125,7 +125,7 @@ class Reference:
         return tree_map(lambda x: _detached(x) if isinstance(x, Tensor) and is_without_derivative(x) else x, result), True
 
     def _without_derivative(self, node: fx.Node, result: Any, call: Call) -> set[int]:
-        """Return the ids of the arguments of `_without_derivative`, which is asked once for each kind of call."""
+        """Return what `_without_derivative` returns, which is asked once for each kind of call."""
         leaves, structure = tree_flatten(call)
         first = {id(x): place for place, x in reversed([*enumerate(leaves)])}  # of op(x, x) both are x
         kind = (node.target, structure,
@@ -174,10 +174,10 @@ class Reference:
     # ---- back from a node ------------------------------------------------------------------------------------------------
 
     def source_of_loss(self, node: fx.Node) -> fx.Node:
-        """Return whose error it is that a node is the first to be not finite: its own, or that of a node upstream.
+        """Return the node whose error makes `node` the first that is not finite: itself, or one upstream.
 
-        Elements are followed, not norms: from those that are lost back through ops that would give them wrong in the wide dtype,
-        too, for the inputs they got, to the input that is farthest off there.
+        It follows elements, not norms: from the lost ones back through each op that would be wrong in the wide dtype, too, for
+        the inputs that it got, to the input that is farthest off there.
         """
         elements = _lost_elements(_as_one(self._values[node].got), _as_one(self._values[node].wide))
         while True:
@@ -246,12 +246,12 @@ class Reference:
 
 
 def relative(error: float, scale: float) -> float:
-    """Return an error over the scale of what it is of; 0 where there is none."""
+    """Return an error divided by the scale of its tensor; 0 where either is 0."""
     return error / scale if error and scale else 0.0
 
 
 def _without_derivative(result: Any, call: Call) -> set[int]:
-    """Return the ids of the arguments by which autograd cannot differentiate a result, as an op of the backward often cannot."""
+    """Return the ids of the arguments that autograd cannot differentiate a result by, as is common for ops of a backward."""
     results, arguments = ([x for x in _floating_leaves(values) if x.requires_grad] for values in (result, call))
     if not results or any(map(is_without_derivative, results)):
         return set()

@@ -162,7 +162,7 @@ class CastInserter:
     def _node(self, node: fx.Node) -> None:
         cast_to = user_cast(node)
         name = canonical_name(node.target)
-        rule = self._rule(node, name)
+        rule = self._rule(node)
         self._follow(node, name, rule, cast_to)
         node.meta.pop(RULE, None)  # what is inserted for the node is not to inherit it
         # A gradient comes in the dtype of what it belongs to, whatever the dtype of what is differentiated.
@@ -196,7 +196,7 @@ class CastInserter:
             self.record(cast, row)
         self.unrecorded.clear()
 
-    def _rule(self, node: fx.Node, name: str) -> Rule:
+    def _rule(self, node: fx.Node) -> Rule:
         rule = self.policy.rule(node)
         if self.policy.level.patch_ops and rule.kind in ("half", "float", "banned") and self._in_a_region_without_casts(node):
             self.not_cast.append(node)

@@ -139,9 +139,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _subgraph(repeat: Repeat, label: str) -> fx.Graph:
-    """Return the graph of the first copy; what it reads of the module of that name, "blocks.0", is named as it is there, and what
-    else it reads by its op.
-    """
+    """Return the graph of the first copy. An input has its name in the module `label`, "blocks.0", or that of its op."""
     copy, graph = repeat.copies[0], fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     for operand in repeat.operands[0]:

@@ -67,9 +67,6 @@ class ScheduleComm(Pass):
             self.record(by_name[window.start], f"{between} between start and wait")
         return PassResult(gm, modified)
 
-    def why_no_match(self, gm: fx.GraphModule) -> str | None:
-        return None  # asked for by ddp=True or sync_bn=True, whose own passes say when there is nothing to communicate
-
 
 class _Scheduler:
     """List scheduling of a graph's body. A node's urgency is the index of the first collective that needs it.

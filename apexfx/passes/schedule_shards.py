@@ -79,7 +79,7 @@ class ScheduleShards(Pass):
         return PassResult(gm, list(gm.graph.nodes) != before)
 
     def _gather_again(self, gather: _Gather, starts: Sequence[fx.Node], backward: fx.Node) -> None:
-        """Have what the backward reads of a gather be gathered in front of its first reader there.
+        """Gather what the backward reads of a gather again, in front of its first reader there.
 
         Args:
             starts: of all gathers.
@@ -171,7 +171,7 @@ def _sums(gm: fx.GraphModule, group_name: str) -> Iterator[_Sum]:
 
 
 def _followers(source: fx.Node, also: Sequence[Any]) -> list[fx.Node]:
-    """Return, in order, the nodes that make nothing of a value but a view, or what `also` does."""
+    """Return, in order, the nodes that only view a value, or do to it what `also` lists."""
     members, todo = {source}, [source]
     while todo:
         for node in todo.pop().users:
@@ -183,10 +183,9 @@ def _followers(source: fx.Node, also: Sequence[Any]) -> list[fx.Node]:
 
 
 def _needed(readers: Sequence[fx.Node], members: set[fx.Node]) -> set[fx.Node]:
-    """Return those of `members` that readers read, and all that these are made of."""
-    needed, todo = set(), [source for reader in readers for source in members.intersection(reader.all_input_nodes)]
-    while todo:
-        if (node := todo.pop()) not in needed:
+    """Return the members that readers read, and the members that those are computed from."""
+    needed: set[fx.Node] = set()
+    for node in sorted(members, reverse=True):
+        if any(user in needed or user in readers for user in node.users):
             needed.add(node)
-            todo += members.intersection(node.all_input_nodes)
     return needed

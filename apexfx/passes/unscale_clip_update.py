@@ -48,7 +48,7 @@ class UnscaleClipUpdate(Pass):
         node = apply_node(gm)
         if node is None:
             return PassResult(gm, False)
-        trained_inputs(gm, node)  # or it is refused
+        trained_inputs(node)  # or it is refused
         params, grads, slots, text, *count = node.args
         plan, mode = plan_of(text), fake_mode(gm.graph)
         for part in plan.updates:

@@ -22,18 +22,18 @@ _MAX_ROWS, _MAX_NAMES = 12, 3
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTime:
-    """What one kernel takes in a step, or what is of none.
+    """The time that one kernel takes in a step, or that no kernel takes.
 
     Attributes:
-        kernel: its name; of a graph that runs as it is, that of the node; of what is of none, what it is.
+        kernel: its name; that of the node, where a graph runs op by op; for time of no kernel, what it is.
         kind: "compute", "communication" or "unattributed".
-        ms: milliseconds a step; of communication, those in which nothing else runs.
+        ms: milliseconds a step; communication counts while nothing else runs.
         calls: a step.
         graph, stage: of the report; None where it belongs to no graph of it.
-        nodes: of the graph that runs that it computes; several where they are fused.
-        captured: nodes of the captured graph that those were lowered from.
-        modules, ops, passes, lines: of these nodes, each once; "" is the model itself or its loss, and no pass; "the update" is
-            of a training step.
+        nodes: the nodes of the graph that it computes; several where they are fused.
+        captured: the nodes of the captured graph that those were lowered from.
+        modules, ops, passes, lines: of these nodes, each once; "" is the model itself or its loss, and no pass; "the update"
+            ends a training step.
         outside: whether it ran in no graph.
     """
 

@@ -22,12 +22,18 @@ _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 _DATA_DEPENDENT = r"data-dependent|got SymInt|PendingUnbackedSymbolNotFound"
 _DUAL_NUMBERS = re.compile(r"convert all Tensors to FakeTensors|InferenceMode::is_enabled\(\) && self")  # of fake tensors
 _TENSOR_CALLED = re.compile(r"how to trace the function .Tensor\(|Tensor method .forward. is not|'Tensor' object is not callable")
-# What torch says, in a word, and the reason and the advice that a user gets for it.
 _DRAW = ("Draw by torch.rand(()) or torch.distributions, and choose by torch.where(torch.rand(()) < p, a, b) in the place of an "
          "if; or draw outside, and give the step the number as a tensor, which compiles once")
 _MOVE = "Move that out of the model and the loss (what is to be logged: return it as a tensor beside the loss)"
 _LINE = r"\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?"  # the end of its first, and what explains that
 _CHOOSE = f"Choose by torch.where(condition, a, b) in the place of an if, or m{_MOVE[1:]}"
+
+
+def _type(*gb_types: str) -> str:
+    return rf"\A(?:{'|'.join(map(re.escape, gb_types))})\n"  # the first line of what Dynamo says
+
+
+# What torch says, by the `gb_type` of a graph break or by its words, and the reason and the advice that a user gets for it.
 _OBSTACLES = (
     (_DUAL_NUMBERS,
      "torch cannot differentiate forward (jvp, jacfwd, hessian) through every op, norms among others, while it captures a graph",
@@ -50,12 +56,13 @@ _OBSTACLES = (
          "a first call alone"),
         (r"UserDefinedObjectVariable\(Mean\)", "torch computes nothing with an apexfx.Mean",
          "Add Mean(scalar, 1) to it in the place of a scalar; weigh it by a number, or its total by a tensor"),
-        (r"HOP: Unsafe side effect", "what is under a checkpoint, or given to another function of functions, sets something "
-         "outside of it, as spectral_norm does its buffers", "Leave the checkpoint out there, which in eager sets that twice"),
+        (_type("HOP: Unsafe side effect"), "what is under a checkpoint, or given to another function of functions, sets "
+         "something outside of it, as spectral_norm does its buffers",
+         "Leave the checkpoint out there, which in eager sets that twice"),
         (r"NYI Sym\w+ ", "an op is given a number that differs from call to call, and takes a constant alone",
          "Give it as a tensor, x ** torch.tensor(k)"),
         (r"^(.*, where eager raises nothing)\n", "{0}", "Write that otherwise"),
-        (r"consumed returned tensor's grad_fn(?s:.*\nkept|)(.*)",
+        (_type("autograd.grad consumed returned tensor's grad_fn") + r"(?s:.*\nkept|)(.*)",
          "the model keeps a tensor of this step{0} for the next one, with its history",
          "Clear what the forward or a hook keeps for the objective after its use (loss, model.aux = loss + model.aux, None), "
          "and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight that "
@@ -63,11 +70,11 @@ _OBSTACLES = (
          "parametrization of your own that multiplies by the mask"),
         (r"setattr\(.*RemovableHandle", "a hook is registered inside of the step",
          "Register it before the step is made, or return from the forward what it reads"),
-        (r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad|creation function with requires_grad",
-         "requires_grad is set in a way that a graph cannot hold",
-         "Write x.detach().requires_grad_()"),
-        (r"returning intermediate with requires_grad_\(\)", "a tensor that requires_grad_() was called on stays in what the step "
-         "was given, as in a dictionary of the batch",
+        (_type("Unsupported Tensor.requires_grad_() call", "setattr() on Tensor.requires_grad",
+               "Attempted to use tensor creation function with requires_grad=True"),
+         "requires_grad is set in a way that a graph cannot hold", "Write x.detach().requires_grad_()"),
+        (_type("returning intermediate with requires_grad_()"), "a tensor that requires_grad_() was called on stays in what the "
+         "step was given, as in a dictionary of the batch",
          "Put it into a new one: pos = batch['pos'].detach().requires_grad_(), batch = {**batch, 'pos': pos}"),
         (r"use_numpy_random_stream|bound method RandomState\.|method `(?!\w*seed)\w+` of class `(?:Generator|RandomState)`|"
          r"cyfunction default_rng", "np.random of NumPy is called, whose numbers are in no graph", _DRAW),
@@ -157,54 +164,53 @@ def capture_errors(report: Report) -> Iterator[None]:
     Args:
         report: of what was compiled.
     """
-    from .._torch_compilers import (
-        BackendCompilerFailed,
-        FailOnRecompileLimitHit,
-        InternalTorchDynamoError,
-        TorchRuntimeError,
-        Unsupported,
-        UserError,
-        dynamo_config,
-    )
+    from .. import _torch_compilers as compilers
 
     try:
         with quiet_fakes():
             yield
-    except FailOnRecompileLimitHit as error:
+    except compilers.FailOnRecompileLimitHit as error:
         if str(error).startswith("apexfx"):  # of the model's graphs in a step in pieces
             raise
-        reason = (f"the step was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
-                  "changing")
-        what = of_each_value(report.graphs) or (
-            f"{LENGTHS}, a number or a list of numbers that the step is called with or the model holds (give a tensor), a list "
-            "that model or objective append to (return what goes there beside the loss), which parameters have a gradient, or a "
-            "hyperparameter other than the learning rate (OneCycleLR changes momentum or betas, which torch's SGD, Adam and "
-            "AdamW take as inputs)")
-        raise NotOneGraph(f"apexfx: {reason}: {what}. print(step.report) says which, graph by graph; raise "
-                          f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
-    except BackendCompilerFailed as error:
-        inner, said = error.inner_exception, str(error.inner_exception)
-        if "One of the differentiated Tensors" in said or "element 0 of tensors does not require grad" in said:
-            raise ValueError("apexfx: the forward writes a parameter in place (Embedding(max_norm=) does), and a training step "
-                             "as one graph updates it at the end alone; train with apexfx.transform()") from error
-        if "The differentiated Tensor at index" in said:
-            raise ValueError("apexfx: a hook of the forward calls torch.autograd.grad() on tensors that are cast in front of it, "
-                             "by which it cannot differentiate; use opt_level='O0', or keep the modules that compute them in "
-                             "float32 (precision=)") from error
-        if is_told(inner) and not isinstance(inner, InnerCompilerError):
-            raise inner from inner.__cause__
-        if isinstance(inner, InnerCompilerError):
-            refused = _not_one_graph(said)
-            refused.of_compiler = True
-            raise refused from inner.__cause__
-        raise _not_one_graph(f"{type(inner).__name__}: {said}") from inner
-    except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
+        raise _compiled_too_often(report, compilers.dynamo_config.recompile_limit) from error
+    except compilers.BackendCompilerFailed as error:
+        found, cause = _of_backend(error)
+        raise found from cause
+    except (compilers.Unsupported, compilers.UserError, compilers.InternalTorchDynamoError, compilers.TorchRuntimeError) as error:
         found = _of_dynamo(error)  # whose text has the program's own frames
-        raise found from error if dynamo_config.verbose else error.with_traceback(None)
+        raise found from error if compilers.dynamo_config.verbose else error.with_traceback(None)
     except Exception as error:
         if is_told(error) or not _while_compiling(error):
             raise
         raise _not_one_graph(f"{type(error).__name__}: {error}") from error
+
+
+def _compiled_too_often(report: Report, limit: int) -> NotOneGraph:
+    reason = f"the step was compiled {limit} times, each for other values of something that keeps changing"
+    what = of_each_value(report.graphs) or (
+        f"{LENGTHS}, a number or a list of numbers that the step is called with or the model holds (give a tensor), a list "
+        "that model or objective append to (return what goes there beside the loss), which parameters have a gradient, or a "
+        "hyperparameter other than the learning rate (OneCycleLR changes momentum or betas, which torch's SGD, Adam and "
+        "AdamW take as inputs)")
+    return NotOneGraph(f"apexfx: {reason}: {what}. print(step.report) says which, graph by graph; raise "
+                       f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason)
+
+
+def _of_backend(error: Any) -> tuple[Exception, BaseException | None]:
+    """Return what is raised, and its cause, where our compiler has failed at a captured graph."""
+    inner, said = error.inner_exception, str(error.inner_exception)
+    if "One of the differentiated Tensors" in said or "element 0 of tensors does not require grad" in said:
+        return ValueError("apexfx: the forward writes a parameter in place (Embedding(max_norm=) does), and a training step as "
+                          "one graph updates it at the end alone; train with apexfx.transform()"), error
+    if "The differentiated Tensor at index" in said:
+        return ValueError("apexfx: a hook of the forward calls torch.autograd.grad() on tensors that are cast in front of it, by "
+                          "which it cannot differentiate; use opt_level='O0', or keep the modules that compute them in float32 "
+                          "(precision=)"), error
+    if isinstance(inner, InnerCompilerError):
+        refused = _not_one_graph(said)
+        refused.of_compiler = True
+        return refused, inner.__cause__
+    return (inner, inner.__cause__) if is_told(inner) else (_not_one_graph(f"{type(inner).__name__}: {said}"), inner)
 
 
 def _while_compiling(error: BaseException) -> bool:

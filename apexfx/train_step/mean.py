@@ -26,8 +26,8 @@ class Mean:
 
     A training step whose loss is one updates by the gradient of (sum of totals) / (sum of counts) over all calls of an
     accumulation and all ranks, however the batch is split over them; the mean of each call's mean is another number wherever
-    counts differ. Where all counts are 0, nothing is updated. Means add up, each with its own count, and a number weighs one:
-    `tokens + 0.1 * routing`; a scalar that is averaged over calls and ranks is `Mean(scalar, 1)`.
+    counts differ. Where all counts are 0, nothing is updated. Means add up and subtract, each with its own count, and a number
+    weighs one: `tokens + 0.1 * routing`; a scalar that is averaged over calls and ranks is `Mean(scalar, 1)`.
 
     Args:
         total: the sum, a scalar tensor.
@@ -49,8 +49,14 @@ class Mean:
     def __add__(self, other: Mean) -> Mean:
         return _of((*self.terms, *other.terms)) if isinstance(other, Mean) else NotImplemented
 
-    def __radd__(self, other: int) -> Mean:
-        return self if isinstance(other, int) and other == 0 else NotImplemented  # sum() begins with 0
+    def __radd__(self, other: float) -> Mean:
+        return self if isinstance(other, (int, float)) and other == 0 else NotImplemented  # sum() begins with 0
+
+    def __neg__(self) -> Mean:
+        return self * -1
+
+    def __sub__(self, other: Mean) -> Mean:
+        return self + -other
 
     def __mul__(self, weight: float) -> Mean:
         return _of(tuple((total * weight, count) for total, count in self.terms))
@@ -137,8 +143,8 @@ def weigh(mean: Mean, before: Tensor | None, group: str | None, factor: int, *, 
     return Weighted(share, torch.cat([*own, counts]), earlier, mean, count)
 
 
-def weigh_alone(mean: Mean, before: Tensor | None, group: str | None, factor: int, *, ends: bool) -> Weighted:
-    """Divide the total of a `Mean` by its count, whatever other calls and ranks have counted; arguments and errors of `weigh`."""
+def weigh_alone(mean: Mean, *_: Any, **__: Any) -> Weighted:
+    """Divide the total of a `Mean` by its count, whatever other calls and ranks have counted; the errors are those of `weigh`."""
     _check(mean.terms, accumulates=True)
     return weigh(mean, None, None, 1, ends=True)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .._torch import local_rows
 from ..config import TransformConfig, brief, is_number
 from ..distributed.agreement import Communication, check_alive
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, NotKeptError
 from ..graph.printing import count_text, first_names
 from ..ops.apply_gradients import is_skipped
 from ..report.data import Report
@@ -279,7 +279,7 @@ class TrainStep:
             RuntimeError: the step has no safeguard.
         """
         if self._components.safeguard is None:
-            raise RuntimeError("apexfx: step.events are those of a safeguard; make the step with safeguard=True")
+            raise NotKeptError("apexfx: step.events are those of a safeguard; make the step with safeguard=True")
         return self._last.events()
 
     def record(self, path: str | Path) -> None:
@@ -309,7 +309,7 @@ class TrainStep:
             RuntimeError: nothing measures it, which costs a pass over the gradients.
         """
         if not any(isinstance(part, Norm) for part in self._components.parts):
-            raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
+            raise NotKeptError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
                                "nothing")
         return self._last.norm if self._last.norm is not None else torch.full((), math.nan, device=self._components.device)
@@ -325,7 +325,7 @@ class TrainStep:
         if (mean := self._state.mean.last) is not None:
             return mean
         if self._last.norm is not None:
-            raise RuntimeError("apexfx: step.mean_loss is that of a loss that is an apexfx.Mean(total, count), and this step's "
+            raise NotKeptError("apexfx: step.mean_loss is that of a loss that is an apexfx.Mean(total, count), and this step's "
                                "is a scalar, which each call returns")
         return torch.full((), math.nan, dtype=torch.float64, device=self._components.device)
 

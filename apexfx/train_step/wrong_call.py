@@ -228,8 +228,7 @@ def _out_of_range(bounds: re.Match[str], error: Exception) -> IndexError:
                        f"{bounds[1] or 0} <= index < {bounds[2]}; inner='eager' names the op and its line. What comes of the "
                        "batch by views and casts is looked at before a call, on the CPU; with check_indices=True, on a device, "
                        "too")
-    for note in error.__notes__:
-        found.add_note(note)
+    found.__notes__ = [*getattr(error, "__notes__", ())]
     return found
 
 

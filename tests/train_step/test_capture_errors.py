@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
-from apexfx.train_step.capture_errors import NotOneGraph
+from apexfx.train_step.capture_errors import _OBSTACLES, NotOneGraph
 from tests.tables import table
 from tests.versions import since
 
@@ -93,6 +94,13 @@ def test_a_refusal_says_why_and_what_to_write(name):
             step(torch.randn(3, 3), k)
     assert raised.value.__cause__ is not None
     assert not has_line or "test_capture_errors.py:" in str(raised.value)
+
+
+def test_the_types_of_graph_breaks_are_torch_s():
+    known = torch._dynamo.exc._load_gb_type_to_gb_id_map()
+    named = [re.match(r"\\A\(\?:(.*)\)\\n", pattern.pattern) for pattern, *_ in _OBSTACLES]
+    types = [re.sub(r"\\(.)", r"\1", name) for each in filter(None, named) for name in each[1].split("|")]
+    assert len(types) == 6 and not set(types) - set(known)
 
 
 def test_a_cached_property_is_read_before():

@@ -226,7 +226,7 @@ def test_an_infinite_limit_changes_no_bit_and_adds_no_factor():
 def test_a_norm_that_nothing_measures_is_an_error():
     step = make()
     step(*batches(1)[0])
-    assert step.updated
+    assert step.updated and not any(hasattr(step, name) for name in ("grad_norm", "mean_loss", "events", "ema_model"))
     with pytest.raises(RuntimeError, match=r"make it with max_grad_norm=float\('inf'\)"):
         _ = step.grad_norm
 

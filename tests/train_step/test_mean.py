@@ -132,7 +132,7 @@ def test_means_add_up_each_with_its_own_count(dtype):
     def several(model, ids, labels):
         words = objective(model, ids, labels)
         rows = apexfx.Mean(model(ids).square().sum(), len(ids))
-        return 0.5 * words + rows * 0.1 + apexfx.Mean(model[1].weight.square().mean(), 1), words.value.detach()
+        return 0.5 * words - rows * -0.1 + apexfx.Mean(model[1].weight.square().mean(), 1), words.value.detach()
 
     expected, model = net(dtype), net(dtype)
     step, (ids, labels) = make(model, several), batch(1, 6)
@@ -144,8 +144,9 @@ def test_means_add_up_each_with_its_own_count(dtype):
     theirs.step()
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close([loss, words, step.mean_loss.to(dtype)], [whole.detach(), mean.detach(), whole.detach()])
-    assert torch.equal(sum([objective(model, ids, labels), objective(model, ids, labels)]).value,
-                       2 * objective(model, ids, labels).value)
+    mean = objective(model, ids, labels)
+    for start in (0, 0.0):
+        assert torch.equal(sum([mean, mean, -mean], start).value, mean.value)
 
 
 @table(1, "counts", [(0, 6), (6, 0)])

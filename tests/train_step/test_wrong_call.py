@@ -13,6 +13,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import apexfx
+from apexfx.train_step.wrong_call import Call
 from tests.tables import table
 
 SGD = torch.optim.SGD
@@ -292,6 +293,13 @@ def test_an_error_of_a_kernel_says_how_the_step_was_called():
     assert ".cpp" not in str(raised.value) and "step(float32[6, 8], int64[6])" in raised.value.__notes__[-1]
     with pytest.raises(RuntimeError, match="an earlier step failed .*out of range"):
         step(X, Y)
+
+
+def test_an_index_out_of_range_is_told_where_nothing_is_noted():
+    error = RuntimeError("index out of bounds: 0 <= tmp4 < 5")
+    error.of_compiler = True
+    with pytest.raises(IndexError, match="expected 0 <= index < 5"), Call(objective, (X, Y), {}).explained():
+        raise error
 
 
 def test_an_error_of_a_graph_that_runs_op_by_op_names_the_op_and_its_line():

@@ -57,9 +57,9 @@ class Recorder(TorchDispatchMode):
 
     # ---- numbers ----------------------------------------------------------------------------------------------------------
 
-    def symbolic(self, tensor: Tensor, host: Host | None = None) -> torch.SymFloat:
+    def symbolic(self, tensor: Tensor) -> torch.SymFloat:
         """Return the number that a 0-d tensor is."""
-        return torch.SymFloat(Number(self, self._as(tensor, torch.float64), host))
+        return torch.SymFloat(Number(self, self._as(tensor, torch.float64)))
 
     def symbolic_input(self, tensor: Tensor, host: Host) -> torch.SymFloat:
         """The same of an input that the host sets, as functionalization has wrapped it."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..._torch import under_fully_shard
 from ...config import brief, is_number
+from ...errors import NotKeptError
 from ...optimizers.end_of_step import EndOfStep
 from ...optimizers.state_layout import WHOLE
 from .part import Part, Slot
@@ -93,7 +94,7 @@ def averaged_model(model: nn.Module, slots: Slots) -> nn.Module:
         TypeError: it holds what cannot be copied.
     """
     if AVERAGE not in slots:
-        raise RuntimeError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
+        raise NotKeptError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
                            "ema=apexfx.EMA(decay=0.9999)")
     if under_fully_shard([model]):
         raise TypeError("apexfx: step.ema_model copies the model, which torch does not for one under fully_shard(); load "
