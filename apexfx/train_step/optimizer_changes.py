@@ -1,4 +1,4 @@
-"""What a step's graph, and what it takes of the optimizers, follow from: a change is seen at the next call."""
+"""What a step's graph depends on in the optimizers: a call sees what a program has changed since the last one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from ..optimizers.update_rules import Option, options_of
 _END = object()  # of a list, among objects of several
 
 
-class Structure:
-    """What a step's graph and its state follow from, of optimizers: all but the learning rates.
-
-    None of that has a version, so that each call compares it.
+class OptimizerSnapshot:
+    """Optimizers as a graph was made for them, learning rates aside; no version counts their changes, so each call compares.
 
     Args:
         scheduled: as of `OptimizerState`: left out.

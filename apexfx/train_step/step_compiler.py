@@ -235,9 +235,10 @@ class StepCompiler(StepRewriter):
         def communicate() -> None:
             if agreement is not None:
                 agreement.before_run(communication)
-            self.state.note_communication()
+            self.state.all_or_nothing.note_communication()
 
-        step_passes = StepPasses(graph, present, captured.left_out, self.groups.names(), self.state.note_change, communicate)
+        step_passes = StepPasses(graph, present, captured.left_out, self.groups.names(),
+                                 self.state.all_or_nothing.note_change, communicate)
         if (backward := _backward(gm)) is not None:
             backward.target = _traced_gradients if captured.shards else _numbered_gradients
         compiled = graph.compile(step_passes, self.report)
@@ -319,7 +320,7 @@ class StepCompiler(StepRewriter):
                 if not step_passes.begins_itself:
                     step_passes.begin()
                 outputs = compiled(*args)
-                self.state.note_change()  # behind which Dynamo's code writes what the function has set, whatever the graph does
+                self.state.all_or_nothing.note_change()  # Dynamo's code writes now what the function has set
                 self.not_run.discard(compiled)
                 return outputs
 
