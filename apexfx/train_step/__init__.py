@@ -4,7 +4,7 @@ Read `options`, `step` (what a user calls), `components` (what it is made of), `
 (their tensors), `checkpoint` (what is saved of them), `state` (all that it reads and writes besides its batch), `all_or_nothing`
 (a call that fails), `function` and its `step_inputs` (what Dynamo traces), `accumulation` and `flush` (over several calls),
 `slices` (over any number of ranks), `mean` (losses with a denominator of their own), `step_graphs` (how a call runs it),
-`step_compiler` (what becomes of the captured graph), `derivatives` (of derivatives in it),
+`captured_step`, `step_compiler` and `step_passes` (what becomes of the captured graph), `derivatives` (of derivatives in it),
 `in_pieces` (what cannot be). Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides),
 `optimizer_list` and `optimizer_state` (what updates, and its tensors), `hyperparameters` and `optimizer_changes` (what a
 schedule changes, and what makes another graph), `sharded` and `sharded_update` (where each rank has rows), `model` (what stands
