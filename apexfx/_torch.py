@@ -131,9 +131,10 @@ def was_written(tensor: torch.Tensor) -> bool:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether functions are registered to run around the steps of this optimizer, or of all, and do not only observe."""
-    own = (vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))  # a wrapper may have none
-    hooks = (hook for each in (*own, global_step_pre_hooks, global_step_post_hooks) for hook in each.values())
-    return not all(getattr(hook, "only_observes", False) for hook in hooks)
+    own = vars(optimizer)  # a wrapper may have no hooks
+    registered = (own.get("_optimizer_step_pre_hooks", {}), own.get("_optimizer_step_post_hooks", {}),
+                  global_step_pre_hooks, global_step_post_hooks)
+    return any([not getattr(hook, "only_observes", False) for hooks in registered for hook in hooks.values()])
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., object]] | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._torch import attributes_of_optimizer, attributes_of_program, tree_leaves
 
 NUMBERS = (int, float, bool)
-_PLAIN = (bool, int, float, str, torch.dtype, type(None))  # compared by value
+PLAIN = (bool, int, float, str, torch.dtype, type(None))  # compared by value
 
 
 def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collection[str]] = {},
@@ -54,12 +54,12 @@ def reads_groups_alone(optimizer: torch.optim.Optimizer) -> bool:
 
 def comparable_value(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     """Return something that is equal, and has the same repr, for equal values; an object stands there by its id()."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, (tuple, list)):
-        return tuple([comparable_value(each, of_tensor) for each in value])
+        return tuple([each if isinstance(each, PLAIN) else comparable_value(each, of_tensor) for each in value])
     if isinstance(value, dict):
         return tuple((key, comparable_value(held, of_tensor)) for key, held in value.items())
     return frozenset(value) if isinstance(value, set) else id(value)

@@ -19,7 +19,7 @@ def apply_accumulated(components: Components, state: TrainingState, num_calls: i
     Returns:
         As `run_step` behind loss and rest; None where no gradient is accumulated, and nothing is updated.
     """
-    state.note_communication()
+    state.all_or_nothing.note_communication()
     weighted, now, sharded_update = state.mean.of_accumulated(), state.now, components.sharded_update
     grads = average_of(now.params, now.gradient_sums, state.accumulated, weighted, num_calls, components.options.accumulate)
     if not components.reduces_each_call:
@@ -31,7 +31,7 @@ def apply_accumulated(components: Components, state: TrainingState, num_calls: i
         if components.safeguard is not None:
             components.safeguard.count_accumulated(num_calls)
         return None
-    state.note_change()
+    state.all_or_nothing.note_change()
     params = now.params
     if components.sharded is not None:
         params = components.sharded.rows(now.params)

@@ -74,7 +74,7 @@ class StepInPieces(StepGraphs):
             loss, rest, grads, weighted = self._gradients(pieces, inputs, batch, named, ends=not accumulates)
             has_any = any(g is not None for g in grads) or any(inputs.accumulated)
             if accumulates:
-                self._state.note_change()
+                self._state.all_or_nothing.note_change()
                 return loss, rest, *accumulate_gradients(inputs, grads, weighted)
             if inputs.calls > 1:
                 grads = add_accumulated(inputs, grads, weighted)
@@ -82,11 +82,11 @@ class StepInPieces(StepGraphs):
                 agreement.before_run(Communication("training step in pieces", ["the average of the gradients"],
                                                    numbers=self._state.numbers))
             if has_any:  # otherwise the step is refused
-                self._state.note_communication()
+                self._state.all_or_nothing.note_communication()
             with explained(group, "the average of the gradients"):
                 grads = averaged_copies(self._state.now.names, inputs.params, grads, buckets, group)
             if any(g is not None for g in grads):
-                self._state.note_change()
+                self._state.all_or_nothing.note_change()
             return loss, rest, *apply_average(inputs, grads, weighted)
 
     def _gradients(self, pieces: _CompiledForward, inputs: StepInputs, batch: tuple[Any, ...],
@@ -129,7 +129,7 @@ class StepInPieces(StepGraphs):
                 loss, rest, grads, weighted = compute_gradients(inputs, batch, named, differentiate, ends=ends, weigh=agreed)
         finally:
             if self._versions() != before:
-                self._state.note_change()
+                self._state.all_or_nothing.note_change()
         self._state.mean.check(is_mean=weighted is not None)
         for p, gradient in zip(inputs.params, grads):
             if gradient is not None and gradient.layout != torch.strided:

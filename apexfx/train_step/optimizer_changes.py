@@ -1,4 +1,4 @@
-"""What a step's graph, and what it takes of the optimizers, follow from: a change is seen at the next call."""
+"""What a step's graph depends on in the optimizers: a call sees what a program has changed since the last one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from .._torch import has_own_step, has_step_hooks, tensor_version
-from ..optimizers.settings import comparable_value, settings_of
+from ..optimizers.settings import PLAIN, comparable_value, settings_of
 from ..optimizers.update_rules import Option, options_of
 
 _END = object()  # of a list, among objects of several
 
 
-class Structure:
-    """What a step's graph and its state follow from, of optimizers: all but the learning rates.
-
-    None of that has a version, so that each call compares it.
+class OptimizerSnapshot:
+    """Optimizers as a graph was made for them, learning rates aside; no version counts their changes, so each call compares.
 
     Args:
         scheduled: as of `OptimizerState`: left out.
@@ -29,9 +27,8 @@ class Structure:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scheduled: Collection[Option] = ()) -> None:
         self._optimizers = optimizers
         self._scheduled = [options_of(place, scheduled) for place in range(len(optimizers))]
-        self._facts, self._params = self._facts_now(), [p for each in optimizers for group in each.param_groups
-                                                        for p in group["params"]]
-        self._guarded = self._guarded_now()
+        self._params = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        self._facts, self._guarded = self._facts_now(), self._guarded_now()
         self._objects = [*self._objects_now()]  # which keeps all of it alive, so that nothing is taken for another in its place
 
     def has_changed(self, *, cached: bool) -> bool:
@@ -47,7 +44,7 @@ class Structure:
         return [(p.requires_grad, p.dtype, p.device) for p in self._params]
 
     def _facts_now(self) -> list[Any]:
-        return [part for each, scheduled in zip(self._optimizers, self._scheduled) for part in _facts(each, scheduled)]
+        return [*map(_facts, self._optimizers, self._scheduled)]
 
     def _objects_now(self) -> Iterator[Any]:
         """Return parameters by group, and state by name, to be compared by identity: tensors of equal numbers are two.
@@ -66,8 +63,8 @@ class Structure:
 
 def _facts(optimizer: torch.optim.Optimizer, scheduled: Mapping[int, Collection[str]]) -> list[Any]:
     return [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state), *map(id, optimizer.param_groups),
-            *[(key, id(value) if key[1] == "step" else comparable_value(value, _number_or_version))
-              for key, value in settings_of(optimizer, scheduled)]]
+            *[(key, id(value) if key[1] == "step" else value if isinstance(value, PLAIN)
+               else comparable_value(value, _number_or_version)) for key, value in settings_of(optimizer, scheduled)]]
 
 
 def _number_or_version(tensor: Tensor) -> Any:

@@ -1,32 +1,32 @@
-"""What a training step reads and writes besides its batch: `build_state`, before a call, and `TrainingState`, around it."""
+"""What a training step reads and writes besides its batch: `read_tensors`, before a call, and `TrainingState`, around it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import gradients_read, has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks, set_grad_enabled
+from .._torch import gradients_read, has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks
 from ..buckets.plan import given_plan
 from ..compiler.buffers_put_back import KeptBuffers
 from ..compiler.refusals import check_usable
 from ..distributed.agreement import Communication
-from ..errors import RankMismatchError
 from ..graph.printing import first_names
 from ..ops.apply_gradients import Plan, is_skipped, registered
 from ..optimizers.update_rules import Option
 from .accumulation import ACCUMULATED, MEANS, clear_accumulated, dtype_of_sum
+from .all_or_nothing import AllOrNothing
 from .checkpoint import names_of_parameters
 from .components import Components
 from .hyperparameters import constants_of, numbers_of, read_options
 from .mean import StepMean
-from .optimizer_changes import Structure
+from .optimizer_changes import OptimizerSnapshot
 from .optimizer_state import OptimizerState
 from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import with_updates
@@ -37,30 +37,18 @@ from .wrong_call import mark_applied
 
 
 @dataclass
-class StepState:
-    """Parameters, and all tensors that the end of a step reads and writes besides them and their gradients.
+class StepTensors:
+    """Parameters, and all tensors that the end of a step reads and writes besides them, as they were read."""
 
-    Attributes:
-        params: what is trained, in the order of the updates.
-        names: of parameters, by id.
-        slot_tensors: those of the slots that the graph takes, in its order.
-        gradient_sums: what calls have accumulated of `params`; [] where no calls accumulate.
-        optimizer: the optimizer's state; None where it updates outside of the graph.
-        plan: what happens to the gradients, and in what.
-        schedulable: what a schedule may change, learning rates aside, as it is.
-        scheduled: what of it is an input of the graph.
-        constants: the other numbers of the optimizers' groups.
-    """
-
-    params: list[Tensor] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
-    slot_tensors: list[SlotTensor] = field(default_factory=list)
-    gradient_sums: list[Tensor] = field(default_factory=list)
-    optimizer: OptimizerState | None = None
-    plan: Plan = Plan()
-    schedulable: dict[Option, Any] = field(default_factory=dict)
-    scheduled: set[Option] = field(default_factory=set)
-    constants: dict[str, float] = field(default_factory=dict)
+    params: list[Tensor] = field(default_factory=list)  # what is trained, in the order of the updates
+    names: dict[int, str] = field(default_factory=dict)  # of parameters, by id
+    slot_tensors: list[SlotTensor] = field(default_factory=list)  # those of the slots that the graph takes, in its order
+    gradient_sums: list[Tensor] = field(default_factory=list)  # what calls have accumulated of `params`; [] where none accumulate
+    optimizer: OptimizerState | None = None  # None where it updates outside of the graph
+    plan: Plan = Plan()  # what happens to the gradients, and in what
+    schedulable: dict[Option, Any] = field(default_factory=dict)  # what a schedule may change, learning rates aside, as it is
+    scheduled: set[Option] = field(default_factory=set)  # what of it is an input of the graph
+    constants: dict[str, float] = field(default_factory=dict)  # the other numbers of the optimizers' groups
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:
@@ -74,11 +62,11 @@ class StepState:
                 for each in self.slot_tensors if each.compared]
 
 
-def build_state(components: Components, before: StepState, means: Tensor | None) -> StepState:
-    """Make the state of model and optimizers as they are now, and name for the next capture the inputs that the graph takes.
+def read_tensors(components: Components, before: StepTensors, means: Tensor | None) -> StepTensors:
+    """Read model and optimizers as they are now, and name for the next capture the inputs that the graph takes.
 
     Args:
-        before: the state up to now.
+        before: what was read last.
         means: `StepMean.sums`.
 
     Raises:
@@ -111,12 +99,12 @@ def build_state(components: Components, before: StepState, means: Tensor | None)
                          "that of the part another name")
     parts = with_updates(components.parts, state.parts() if state is not None else ())
     plan = registered(Plan(parts, slots_of(tensors), options.keep_grads or state is None))
-    now = StepState(params, names, tensors, sums, state, plan, schedulable, scheduled, constants_of(optimizers, scheduled))
+    now = StepTensors(params, names, tensors, sums, state, plan, schedulable, scheduled, constants_of(optimizers, scheduled))
     _name_inputs(components, now, means)
     return now
 
 
-def _gradient_sums(components: Components, params: Sequence[Tensor], before: StepState) -> list[Tensor]:
+def _gradient_sums(components: Components, params: Sequence[Tensor], before: StepTensors) -> list[Tensor]:
     """Return what calls have accumulated of `params`, which those that are new begin with zeros; [] where none accumulate."""
     if not components.options.accumulates:
         return []
@@ -126,7 +114,7 @@ def _gradient_sums(components: Components, params: Sequence[Tensor], before: Ste
             else torch.zeros_like(like(p), dtype=dtype_of_sum(p), requires_grad=False) for p in params]
 
 
-def _name_inputs(components: Components, now: StepState, means: Tensor | None) -> None:
+def _name_inputs(components: Components, now: StepTensors, means: Tensor | None) -> None:
     """Have the next capture know by name what a graph takes besides its batch and the model's tensors."""
     sums = now.gradient_sums if components.sharded is None else components.sharded.placeholders(now.params, now.gradient_sums)[1]
     components.index.add_parameters(components.objective_modules.named_tensors()[0])
@@ -137,45 +125,43 @@ def _name_inputs(components: Components, now: StepState, means: Tensor | None) -
 
 
 class TrainingState:
-    """What a step has read and what it writes, and whether it is whole.
+    """What a step has read, and what it has written that the next call depends on.
 
     Args:
         components: of the step.
 
     Attributes:
+        all_or_nothing: the context of a call.
         kept_buffers: puts back the buffers that a skipped step has replaced; with slices `BuffersOfSlices`; None without both.
-        now: the state as it was read last.
+        now: what was read last.
         accumulated: ids of the parameters that have a gradient in `now.gradient_sums`.
         mean: over calls and ranks, of a loss that is a `Mean`.
         call_number: of the last call, counted from 1 since the step was made or loaded a state; behind a `flush()` that of the
             call which would have applied the gradients.
-        changed: whether the call under way has changed something.
-        communicated: whether it has begun to communicate.
     """
 
     def __init__(self, components: Components) -> None:
-        self._components = components
-        kept = BuffersOfSlices if components.slices is not None else KeptBuffers if components.safeguard is not None else None
+        self._components, self._options, self._optimizers = components, components.options, components.optimizers
+        self._slices, self._safeguard, self._sharded = components.slices, components.safeguard, components.sharded
+        kept = BuffersOfSlices if self._slices is not None else KeptBuffers if self._safeguard is not None else None
         model, given = components.model, components.objective_modules.given
         self.kept_buffers = kept and kept(lambda: itertools.chain(*(each.modules() for each in (model, *given))),
-                                          accumulates=components.options.accumulates)
-        self.now = StepState()
-        self._structure: Structure | None = None  # of the optimizers, which `now` follows from
+                                          accumulates=self._options.accumulates)
+        self.all_or_nothing = AllOrNothing()
+        self.now = StepTensors()
+        self._snapshot: OptimizerSnapshot | None = None  # what `now` follows from
         self._num_hooks = num_hooks()
-        self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way read it
         self.accumulated: set[int] = set()
-        self._group, buckets = components.groups.gradients, components.options.config.buckets
+        self._group, buckets = components.groups.gradients, self._options.config.buckets
         plan = given_plan(buckets) if self._group is not None else None
         averages = plan.averages if plan is not None else self._group is not None and buckets.gradient_average
-        if components.sharded is not None:
-            self._group, averages = components.sharded.group, True
-        if components.slices is not None:  # which are added up apart
+        if self._sharded is not None:
+            self._group, averages = self._sharded.group, True
+        if self._slices is not None:  # which are added up apart
             self._group, averages = None, False
         self._divisor = self._group.size() if averages else 1
-        self.mean = StepMean(components.options, self._group, self._divisor, components.device, components.report)
+        self.mean = StepMean(self._options, self._group, self._divisor, components.device, components.report)
         self.call_number = self.num_loads = 0
-        self.changed = self.communicated = False
-        self._broken = ""  # why nothing can be trained on
 
     # ---- before a call ----------------------------------------------------------------------------------------------------
 
@@ -186,9 +172,9 @@ class TrainingState:
             cached: for graphs that were compiled before alone, whose guards see the rest.
         """
         state = self.now.optimizer
-        if self._components.sharded is not None:
-            self._components.sharded.reshard()
-        if self._structure is None or self._structure.has_changed(cached=cached) or self._has_new_hooks() \
+        if self._sharded is not None:
+            self._sharded.reshard()
+        if self._snapshot is None or self._snapshot.has_changed(cached=cached) or self._has_new_hooks() \
                 or state is not None and state.was_counted_by_others():
             self._read()
         if self.now.optimizer is not None:
@@ -196,8 +182,7 @@ class TrainingState:
 
     def inputs(self, model: nn.Module) -> StepInputs:
         """Return what a function of the step is called with beside its batch; `model` is traceable where one is traced."""
-        now, components, options = self.now, self._components, self._components.options
-        sharded = components.sharded
+        now, components, options, sharded = self.now, self._components, self._options, self._sharded
         params, sums = (now.params, now.gradient_sums) if sharded is None else sharded.placeholders(now.params, now.gradient_sums)
         return StepInputs(
             model, components.objective, params, dtypes=[p.dtype for p in now.params] if now.gradient_sums else [],
@@ -213,10 +198,10 @@ class TrainingState:
         Raises:
             ValueError: the line, and the parameter.
         """
-        trained, sharded = {id(p): p for p in self.now.params}, self._components.sharded
-        if sharded is not None:
-            trained |= dict(zip(map(id, sharded.placeholders(self.now.params)[0]), self.now.params))
-        for tensor, line in gradients_read() if not self._components.options.keep_grads else ():
+        trained = {id(p): p for p in self.now.params}
+        if self._sharded is not None:
+            trained |= dict(zip(map(id, self._sharded.placeholders(self.now.params)[0]), self.now.params))
+        for tensor, line in gradients_read() if not self._options.keep_grads else ():
             if (p := trained.get(id(tensor))) is not None:
                 raise ValueError(f"apexfx: {line} reads the .grad of parameter {self.now.names[id(p)]!r}, which a training step "
                                  "leaves as it was before, None say; make the step with keep_grads=True, with which it has the "
@@ -224,31 +209,30 @@ class TrainingState:
 
     def num_accumulated_calls(self) -> int:
         """Return how many calls have accumulated gradients that are not applied."""
-        return self.call_number % self._components.options.accumulate
+        return self.call_number % self._options.accumulate
 
     @property
     def accumulates(self) -> bool:
-        """Whether the call that is next, or under way, leaves the update to one behind it."""
-        return self.num_accumulated_calls() + 1 < self._components.options.accumulate
+        """Whether the call that is next, or under way, leaves the update to a later one."""
+        return self.num_accumulated_calls() + 1 < self._options.accumulate
 
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Have random numbers be those of the slice that the next call computes, in this context; any, without slices."""
-        slices = self._components.slices
-        return slices.random_numbers(self.num_accumulated_calls()) if slices is not None else contextlib.nullcontext()
+        return contextlib.nullcontext() if self._slices is None else self._slices.random_numbers(self.num_accumulated_calls())
 
     def agree_on_slices(self, *, is_mean: bool) -> None:
         """Return when all ranks are about to add up the slices of the same update."""
         if self._components.agreement is not None:
             self._components.agreement.before_run(Communication(
                 "slices of an update", [["loss", "apexfx.Mean" if is_mean else "a scalar"]], self._components.index.mode,
-                lambda: {"updates": self._components.slices.num_updates, **self.numbers()}))
-        self.note_communication()
+                lambda: {"updates": self._slices.num_updates, **self.numbers()}))
+        self.all_or_nothing.note_communication()
 
     def numbers(self) -> dict[str, float]:
         """Return what all ranks are to have alike, by name: the numbers of optimizers' groups, but for tensors on a device."""
         loads = {"calls of load_state_dict()": self.num_loads}
         if (now := self.now).optimizer is None:  # whose own step() reads them
-            return {**numbers_of(self._components.optimizers), **loads}
+            return {**numbers_of(self._optimizers), **loads}
         return {**now.constants, **now.optimizer.hyperparameters.numbers, **loads}
 
     def name_of(self, place: int) -> str | None:
@@ -256,66 +240,29 @@ class TrainingState:
         return self.now.names.get(id(self.now.params[place])) if place < len(self.now.params) else None
 
     def _read(self) -> None:
-        self._structure = None
-        if self._components.safeguard is not None and self.now.params:  # events have places of parameters as they were then
-            self._components.safeguard.read(self.name_of)
-        if self._before is None:
-            self._before = [{p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()}
-                            for each in self._components.optimizers]
-        now = build_state(self._components, self.now, self.mean.sums)
+        self._snapshot = None
+        if self._safeguard is not None and self.now.params:  # events have places of parameters as they were then
+            self._safeguard.read(self.name_of)
+        self.all_or_nothing.undo_by(functools.partial(self._put_back, [
+            {p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()} for each in self._optimizers]))
+        now = read_tensors(self._components, self.now, self.mean.sums)
         if (num_calls := self.num_accumulated_calls()) and not set(map(id, now.params)) >= set(map(id, self.now.params)):
-            raise RuntimeError(f"apexfx: fewer parameters are to be trained after {num_calls} of "
-                               f"{self._components.options.accumulate} calls that accumulate; change them after the call that "
-                               "applies the gradients")
+            raise RuntimeError(f"apexfx: fewer parameters are to be trained after {num_calls} of {self._options.accumulate} "
+                               "calls that accumulate; change them after the call that applies the gradients")
         self.now = now
-        self._structure = Structure(list(self._components.optimizers), now.scheduled)
+        self._snapshot = OptimizerSnapshot(list(self._optimizers), now.scheduled)
+
+    def _put_back(self, states: list[dict[Tensor, Any]]) -> None:
+        """Give the optimizers the state that they had before it was read, which completes it."""
+        for optimizer, state in zip(self._optimizers, states):
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        self._snapshot = None
 
     def _has_new_hooks(self) -> bool:
         """Return whether a hook is on a parameter that was not there when the state was read."""
         before, self._num_hooks = self._num_hooks, num_hooks()
         return self._num_hooks != before and any(map(has_gradient_hooks, self.now.params))
-
-    # ---- around a call ----------------------------------------------------------------------------------------------------
-
-    def note_change(self) -> None:
-        """Note that parameters, buffers, state or accumulated gradients change from now on."""
-        self.changed = True
-
-    def note_communication(self) -> None:
-        """Note that the call communicates from now on: another rank may have changed all this when it fails here."""
-        self.communicated = True
-
-    def check_usable(self) -> None:
-        """Raise where a previous step failed after it had modified state."""
-        if self._broken:
-            raise RuntimeError(f"apexfx: an earlier step failed after it had begun to change parameters, buffers or optimizer "
-                               f"({self._broken}), and may have left them half changed; load a checkpoint by the step's own "
-                               "load_state_dict(), or load model and optimizer and make a new step")
-
-    @contextlib.contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Leave everything as it was where a call fails before it has changed anything; let none follow that fails later.
-
-        A mismatch is raised on every rank, before what they were about to communicate has reached any.
-        """
-        self.check_usable()
-        self.changed = self.communicated = False
-        self._before = None
-        recorded = torch.is_grad_enabled()
-        try:
-            yield
-        except BaseException as error:
-            if self.changed or self.communicated and not isinstance(error, RankMismatchError):
-                self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            elif self._before is not None:
-                for optimizer, state in zip(self._components.optimizers, self._before):
-                    optimizer.state.clear()
-                    optimizer.state.update(state)
-                self._structure = None
-            raise
-        finally:
-            set_grad_enabled(recorded)  # an interrupt in the methods of torch.no_grad(), which are Python's, leaves it on
-            self._before = None
 
     def keep_buffers(self, *, cached: bool = False) -> None:
         """Keep the buffers that a skipped step is to have; `cached` for graphs that were compiled before alone."""
@@ -340,13 +287,13 @@ class TrainingState:
             present: for each parameter whether it had a gradient.
             gradients: those that left the graph.
         """
-        options, optimizers, now = self._components.options, self._components.optimizers, self.now
+        keeps, optimizers, now = self._options.keep_grads, self._optimizers, self.now
         self.end_accumulation()
-        if self._components.slices is not None:
-            self._components.slices.num_updates += 1
-        if self._components.safeguard is not None:
+        if self._slices is not None:
+            self._slices.num_updates += 1
+        if self._safeguard is not None:
             self.kept_buffers.undo(verdict)
-        if options.keep_grads or now.optimizer is None:
+        if keeps or now.optimizer is None:
             self._drop_gradients()  # what no graph computed now is not to be applied
             left = iter(_unshared(gradients))
             for p, here in zip(now.params, present):
@@ -355,20 +302,20 @@ class TrainingState:
             self._note_updated(now.params if all(present) else [p for p, here in zip(now.params, present) if here])
         elif not (self._components.may_skip or self.mean.last is not None) or not is_skipped(verdict):
             optimizers.step()
-        if now.optimizer is None and not options.keep_grads:
+        if now.optimizer is None and not keeps:
             self._drop_gradients()
-        elif options.keep_grads:
+        elif keeps:
             mark_applied(p.grad for p in now.params if p.grad is not None)
 
     def end_accumulation(self) -> None:
         """Begin the next update with the next call."""
-        self.call_number += self._components.options.accumulate - self.num_accumulated_calls()
+        self.call_number += self._options.accumulate - self.num_accumulated_calls()
         self.accumulated.clear()
 
     def _note_updated(self, updated: Sequence[Tensor]) -> None:
         state = self.now.optimizer
         torch.autograd.graph.increment_version(updated)
-        for optimizer in self._components.optimizers:
+        for optimizer in self._optimizers:
             note_optimizer_ran(optimizer)
         state.note_run()
         if len(updated) < len(self.now.params) and state.split(ids := set(map(id, updated))):
@@ -380,7 +327,7 @@ class TrainingState:
             self._read()
 
     def _drop_gradients(self) -> None:
-        for group in self._components.optimizers.param_groups:
+        for group in self._optimizers.param_groups:
             for p in group["params"]:
                 p.grad = None
 
@@ -391,9 +338,9 @@ class TrainingState:
         self.accumulated.clear()
         if self.kept_buffers is not None:
             self.kept_buffers.forget()
-        if self._components.slices is not None:
-            self._components.slices.forget()
-        self.call_number, self._broken = 0, ""
+        if self._slices is not None:
+            self._slices.forget()
+        self.call_number, self.all_or_nothing.broken = 0, ""
 
 
 def _unshared(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -361,7 +361,7 @@ class TrainStep:
             RuntimeError: the step averages nothing, or a previous step failed after it had modified state.
             TypeError: the model holds what cannot be copied, as one under `fully_shard`.
         """
-        self._state.check_usable()
+        self._state.all_or_nothing.check_usable()
         self._agree_to_gather("ema_model")
         return averaged_model(self.model, self._components.slots)
 
@@ -401,7 +401,7 @@ class TrainStep:
             RankMismatchError: with `full`, other ranks do something else.
             ReplicaMismatchError: as a call.
         """
-        self._state.check_usable()
+        self._state.all_or_nothing.check_usable()
         if self._replicas is not None:
             self._replicas.finish()
         if num_calls := self._state.num_accumulated_calls():
