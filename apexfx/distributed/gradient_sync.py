@@ -38,16 +38,7 @@ from .used_anywhere import UsedAnywhere
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Average:
-    """What one run of a graph gave for one parameter.
-
-    Attributes:
-        address, version: of the gradient as it left the graph; autograd adds in place, or makes another tensor.
-    """
-
-    address: int
-    version: int
+_Average = tuple[int, int]  # address and version of a gradient as it left a graph: autograd adds in place, or makes another
 
 
 @dataclass
@@ -87,6 +78,51 @@ class _Backward:
     partly_outside: set[int] = field(default_factory=set)
     graphs_average: bool = False
     flush_due: bool = False
+
+
+@dataclass
+class _GraphBackward:
+    """What is done around the backward of one run of a graph.
+
+    Attributes:
+        sync: the gradient side of the graph's model.
+        parameters, run, communication, reduces, inputs, waits: as of `GradientSync.on_forward`.
+        places: of the parameters' gradients among the graph's, each with the parameter's id.
+        ends_accumulation: local gradients are averaged at the end of the backward.
+    """
+
+    sync: GradientSync
+    parameters: Sequence[nn.Parameter]
+    run: GraphRun
+    communication: Communication
+    reduces: bool
+    inputs: Sequence[int] | None
+    waits: bool
+    places: Sequence[tuple[int, int]]
+    ends_accumulation: bool
+    used_anywhere: UsedAnywhere | None = None
+
+    def before(self, tangents: Sequence[Tensor | None]) -> None:
+        self.sync.begin_graph(self)
+        if self.reduces and self.inputs is not None and self.sync.agreement is not None:
+            self.used_anywhere = UsedAnywhere(self.sync.group, self.inputs, self.run.used(tangents), self.parameters[0].device)
+
+    def after(self, gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        sync = self.sync
+        end_comparison(sync.group.group_name)  # of a graph that was not to communicate
+        if (used := self.run.used(tangents)) != -1:
+            if self.used_anywhere is not None:
+                used |= self.used_anywhere.get()
+            elif used == 0 and sync.agreement is not None:
+                names = sync.shown_keys({*map(id, self.parameters)})
+                raise _error(f"a graph of {names} ran in this backward though nothing uses what it computes on this rank, and "
+                             "whether another rank does is asked of graphs with several outputs alone. Detach what is computed "
+                             "from its output and not used, or leave it out.")
+            gradients = self.run.without_unused(gradients, used)
+        for place, key in self.places:
+            if (gradient := gradients[place]) is not None:
+                sync.backward.averages.setdefault(key, []).append((gradient.data_ptr(), tensor_version(gradient)))
+        return gradients
 
 
 class ParameterHook:
@@ -170,7 +206,7 @@ class GradientSync(Synchronizer):
         self.group = group
         self.config = dataclasses.replace(config, plan=given_plan(config))  # a file is read once
         self.backward = _Backward()
-        self._agreement = agreement
+        self.agreement = agreement
         self._note = note
         self._names: dict[int, str] = {}  # of the parameters, by id
         self._watched: dict[int, _Watched] = {}  # likewise
@@ -225,62 +261,40 @@ class GradientSync(Synchronizer):
             inputs: the parameters' positions among its inputs; None for a graph that gives all of them a gradient or none.
             waits: whether the graph waits for the comparison of the ranks in front of its first collective.
         """
-        keys = {id(p): None for p in parameters}
+        keys = set(map(id, parameters))
         leaves = [id(getattr(following, "variable", None)) for following, _ in run.node.next_functions]
         places = [(place, key) for place, key in enumerate(leaves) if key in keys]
         if not places or not reduces:
             run.hide_unused()
         if not places:
             return
-        for key in keys.keys() & self._watched:
+        for key in keys & self._watched.keys():
             self._watched[key].is_in_graphs = True
-        ends_accumulation = self.enabled and not reduces
-        device = parameters[0].device
-        used_anywhere: UsedAnywhere | None = None
-
-        def before(tangents: Sequence[Tensor | None]) -> None:
-            nonlocal used_anywhere
-            self.notice_dropped_backward()
-            self._backward_callback.queue(self._end_of_backward)
-            # A forward from before no_sync() adds an average to what is local: averaged with it, that stays as it is.
-            flush = ends_accumulation or (reduces and self.enabled and bool(self._pending))
-            if not self._averages and (flush and reduces or not reduces and not self._pending):
-                self._refuse_to_sum_twice(parameters, flushes=flush)
-            if self._agreement is not None and (reduces or flush):
-                end_comparison(self.group.group_name)  # of a backward that has raised before it communicated
-                with self._local_unless_failed():
-                    end = self._agreement.begin_run(communication, flushes=flush)
-                if waits and reduces and inputs is None:
-                    waiting[self.group.group_name] = self._local_unless_failed()(end)
-                else:
-                    self._local_unless_failed()(end)()
-            if not reduces:
-                self.backward.local.update(keys)
-            self.backward.graphs_average |= reduces
-            self.backward.flush_due |= flush
-            if reduces and inputs is not None and self._agreement is not None:
-                used_anywhere = UsedAnywhere(self.group, inputs, run.used(tangents), device)
-
-        def after(gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-            end_comparison(self.group.group_name)  # of a graph that was not to communicate
-            if (used := run.used(tangents)) != -1:
-                if used_anywhere is not None:
-                    used |= used_anywhere.get()
-                elif used == 0 and self._agreement is not None:
-                    raise _error(self._explain_unused(keys))
-                gradients = run.without_unused(gradients, used)
-            self.note_averages(places, gradients)
-            return gradients
-
-        register_own(run.node.register_prehook, before)
+        graph = _GraphBackward(self, parameters, run, communication, reduces, inputs, waits, places, self.enabled and not reduces)
+        register_own(run.node.register_prehook, graph.before)
         if reduces:
-            register_own(run.node.register_hook, after)
+            register_own(run.node.register_hook, graph.after)
 
-    def note_averages(self, places: Sequence[tuple[int, int]], gradients: Sequence[Tensor | None]) -> None:
-        """Note what a graph has averaged: of its gradients, those at `places`, each with its parameter's id."""
-        for place, key in places:
-            if (gradient := gradients[place]) is not None:
-                self.backward.averages.setdefault(key, []).append(_Average(gradient.data_ptr(), tensor_version(gradient)))
+    def begin_graph(self, graph: _GraphBackward) -> None:
+        """Begin the backward of a graph: decide whether it ends an accumulation, and have the ranks compare that."""
+        self.notice_dropped_backward()
+        self._backward_callback.queue(self._end_of_backward)
+        # A forward from before no_sync() adds an average to what is local: averaged with it, that stays as it is.
+        flush = graph.ends_accumulation or (graph.reduces and self.enabled and bool(self._pending))
+        if not self._averages and (flush if graph.reduces else not self._pending):
+            self._refuse_to_sum_twice(graph.parameters, flushes=flush)
+        if self.agreement is not None and (graph.reduces or flush):
+            end_comparison(self.group.group_name)  # of a backward that has raised before it communicated
+            with self._local_unless_failed():
+                end = self._local_unless_failed()(self.agreement.begin_run(graph.communication, flushes=flush))
+            if graph.waits and graph.reduces and graph.inputs is None:
+                waiting[self.group.group_name] = end
+            else:
+                end()
+        if not graph.reduces:
+            self.backward.local.update(map(id, graph.parameters))
+        self.backward.graphs_average |= graph.reduces
+        self.backward.flush_due |= flush
 
     def _refuse_to_sum_twice(self, parameters: Sequence[nn.Parameter], *, flushes: bool) -> None:
         """Raise where `.grad` would hold sums over the ranks, not averages, and local gradients: what follows sums both."""
@@ -293,16 +307,11 @@ class GradientSync(Synchronizer):
 
     def on_training_forward(self) -> None:
         """Count a forward of the whole model: a backward is to follow on every rank."""
-        if self._agreement is not None and self.enabled and not in_backward():
-            self._agreement.begin()
+        if self.agreement is not None and self.enabled and not in_backward():
+            self.agreement.begin()
 
     def on_accumulated(self, key: int, parameter: Tensor, *, has_average: bool) -> None:
-        """Take note of a gradient that is not what graphs have averaged.
-
-        Args:
-            key: the parameter's id.
-            has_average: a part of it is.
-        """
+        """Note that the parameter whose id is `key` has a gradient that graphs have not averaged, or have in part."""
         self.backward.unaccumulated.discard(key)
         if key in self.backward.local or not self.enabled:
             self._pending[key] = parameter
@@ -315,7 +324,7 @@ class GradientSync(Synchronizer):
 
     def _end_of_backward(self) -> None:
         backward = self.backward
-        returned = self._shown_keys(backward.unaccumulated)
+        returned = self.shown_keys(backward.unaccumulated)
         self._forget_backward()
         if backward.outside:
             raise _error(self._explain(backward.outside))
@@ -340,7 +349,7 @@ class GradientSync(Synchronizer):
             if again:
                 self._average_again(again)
 
-    def _shown_keys(self, keys: Iterable[int]) -> str:
+    def shown_keys(self, keys: Collection[int]) -> str:
         return _shown([name for key, name in self._names.items() if key in keys])
 
     def _explain(self, outside: set[int]) -> str:
@@ -358,11 +367,6 @@ class GradientSync(Synchronizer):
         lines.append("A backward that is meant to stay local belongs inside `with model.no_sync():`.")
         return "\n".join(lines)
 
-    def _explain_unused(self, keys: Collection[int]) -> str:
-        return (f"a graph of {self._shown_keys(keys)} ran in this backward though nothing uses what it computes on this rank, "
-                "and whether another rank does is asked of graphs with several outputs alone. Detach what is computed from its "
-                "output and not used, or leave it out.")
-
     def _average_again(self, keys: set[int]) -> None:
         """Average the `.grad` of parameters whose gradient has a share from outside of the graphs.
 
@@ -375,22 +379,21 @@ class GradientSync(Synchronizer):
                       if key in keys and (p := watched.hook.parameter()) is not None}
         if not self._averages:
             raise _error(
-                f"the gradient of {self._shown_keys(parameters)} has a share from outside of the transformed model's "
+                f"the gradient of {self.shown_keys(parameters)} has a share from outside of the transformed model's "
                 "graphs (the loss uses the parameter itself, or a graph break left a part of the model to eager), which without "
                 "gradient_average cannot be summed over the ranks alone. Compute that share inside of the model's forward.")
         if fresh := {key for key in parameters if not self._watched[key].is_averaged_again}:
-            shown = self._shown_keys(fresh)
-            share = (f"the gradient of {shown} has a share from outside of the graphs (the loss uses the parameter itself, or a "
-                     "graph break left a part of the model to eager)")
-            if self._agreement is not None:
-                self._agreement.ensure("parameters whose gradient has a share from outside of the graphs",
-                                       [name for key, name in self._names.items() if key in fresh])
-            message = f"apexfx: {share}; it is averaged once more at the end of each backward"
+            if self.agreement is not None:
+                self.agreement.ensure("parameters whose gradient has a share from outside of the graphs",
+                                      [name for key, name in self._names.items() if key in fresh])
+            message = (f"apexfx: the gradient of {self.shown_keys(fresh)} has a share from outside of the graphs (the loss uses "
+                       "the parameter itself, or a graph break left a part of the model to eager); it is averaged once more at "
+                       "the end of each backward")
             self._note(message)
             log.info(message)
             if used_up := [key for key in fresh if parameters[key].grad is None]:
                 raise _error(
-                    f"the gradient of {self._shown_keys(used_up)} has a share from outside of the transformed model's graphs, "
+                    f"the gradient of {self.shown_keys(used_up)} has a share from outside of the transformed model's graphs, "
                     "which is averaged at the end of the backward, and a hook has used and reset it before. Step the optimizer "
                     "after backward(), or compute that share inside of the model's forward.")
         for key in parameters:
@@ -420,10 +423,10 @@ class GradientSync(Synchronizer):
             self._forget_local()
             raise
 
-    def _forget_local(self) -> None:
-        for p in self._pending.values():
-            local_gradients.pop(p, None)
-        self._pending.clear()
+    def _forget_local(self) -> list[str]:
+        """Forget which gradients are local; return the names of those that were set aside."""
+        local, self._pending = self._pending, {}
+        return [self._names[key] for key, p in local.items() if local_gradients.pop(p, False)]
 
     def flush(self) -> None:
         """Average the accumulated `.grad` of every parameter over the ranks, be it frozen since, in the plan's buckets."""
@@ -431,15 +434,12 @@ class GradientSync(Synchronizer):
         known = {id(p) for _, p in registered}
         # functional_call(), or an assignment, has put others in the place of those that accumulated.
         replaced = [(self._names[key], p) for key, p in self._pending.items() if key not in known]
-        try:
-            if set_aside := [self._names[key] for key, p in self._pending.items() if local_gradients[p]]:
-                raise _error(SET_ASIDE.format(_shown(set_aside)))
-            if not self._averages:
-                self._refuse_to_sum_twice([p for _, p in registered if not p.requires_grad and id(p) not in self._pending],
-                                          flushes=False)
-            self._reduce([*registered, *sorted(replaced, key=lambda named: named[0])])
-        finally:
-            self._forget_local()
+        unaccumulated = [p for _, p in registered if not p.requires_grad and id(p) not in self._pending]
+        if set_aside := self._forget_local():
+            raise _error(SET_ASIDE.format(_shown(set_aside)))
+        if not self._averages:
+            self._refuse_to_sum_twice(unaccumulated, flushes=False)
+        self._reduce([*registered, *sorted(replaced, key=lambda named: named[0])])
 
     def _reduce(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Average `.grad` of parameters, of which several may go by one name: their buckets know them by it."""
@@ -466,9 +466,9 @@ def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:
     if gradient.numel() == 0:
         return True
     address, version, num_added = gradient.data_ptr(), tensor_version(gradient), len(averages) - 1
-    for average in averages:
-        if average.address == address:
-            return version == average.version + num_added
+    for was_at, left_as in averages:
+        if was_at == address:
+            return version == left_as + num_added
     return num_added > 0 and version == num_added - 1 and not torch.is_grad_enabled()
 
 

@@ -222,24 +222,19 @@ def decide(rule: Rule, dtypes: Sequence[torch.dtype | None], half: torch.dtype) 
     if rule.kind == "batch_norm":
         return _decide_batch_norm(dtypes)
     mixed = len(set(floating)) > 1
-    # float64 is never cast, and nothing to it: what meets it is float32, as without casts, and torch takes both or refuses.
-    if rule.kind == "match_self":
-        target = torch.float32 if dtypes[0] == torch.float64 else dtypes[0] if dtypes[0] in FLOATS else None
-    elif torch.float64 in floating:
-        target = torch.float32
-    elif rule.kind == "dtype":
-        target = rule.dtype
-    elif rule.kind == "half":
-        # What is half already, of either type, stays: bfloat16 to float16 could overflow.
-        target = half if mixed or floating[0] not in HALVES else None
-    elif rule.kind == "half_if_mixed":
-        target = half if mixed else None
-    elif rule.kind in ("float", "banned"):
-        target = torch.float32
-    elif rule.kind in ("promote", "sequence_promote"):
-        target = widest(floating) if mixed else None
-    else:
+    targets = {
+        "dtype": rule.dtype, "float": torch.float32, "banned": torch.float32,
+        "half": half if mixed or floating[0] not in HALVES else None,  # either half stays: bfloat16 to float16 could overflow
+        "half_if_mixed": half if mixed else None,
+        "promote": widest(floating), "sequence_promote": widest(floating),
+        "match_self": dtypes[0] if dtypes[0] in FLOATS else None,
+    }
+    if rule.kind not in targets:
         raise ValueError(f"apexfx: rule kind {rule.kind!r} was given, expected one of {', '.join(KINDS)}")
+    target = targets[rule.kind]
+    # float64 is never cast, and nothing to it: what meets it is float32, as without casts, and torch takes both or refuses.
+    if torch.float64 in ((dtypes[0],) if rule.kind == "match_self" else floating):
+        target = torch.float32
     return tuple(target if d in FLOATS and d not in (target, torch.float64) else None for d in dtypes)
 
 

@@ -195,6 +195,15 @@ def test_what_counts_nothing_says_nothing_of_the_loss_scale(safeguard):
         assert step.state_dict()["scaler"]["growth_tracker"] == expected
 
 
+def test_what_counts_nothing_does_not_end_skips_in_a_row():
+    step = make(net(), lambda m, x, y, factor: apexfx.Mean(total(m, x, y) * factor, (y != IGNORED).sum()),
+                safeguard=apexfx.Safeguard(max_consecutive_skips=2))
+    for count, factor in ((4, math.nan), (0, 1.0)):
+        step(*batch(1, count), torch.tensor(factor))
+    with pytest.raises(apexfx.NonFiniteError, match="2 steps in a row"):
+        step(*batch(1, 4), torch.tensor(math.nan))
+
+
 def test_a_flush_of_calls_that_reach_nothing_trained_leaves_no_count():
     expected, model = net(), net()
     step = make(model, lambda m, x, y, leaf=None: apexfx.Mean(total(m, x, y) if leaf is None else leaf.sum(),

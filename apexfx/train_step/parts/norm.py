@@ -54,7 +54,7 @@ class Norm(Part):
         if self.skips:
             skips = end.slot(SKIPS)
             skips.add_(end.verdict.fault)
-            skips[1].mul_(end.verdict.fault)
+            skips[1].mul_(end.skip)  # a step that is skipped without a fault ends no row of them
 
     def describe(self) -> str:
         return f"the norm of all gradients{'; a step with one that is not finite changes nothing' if self.skips else ''}"
