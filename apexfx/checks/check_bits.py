@@ -12,11 +12,11 @@ from typing import Any
 from tabulate import tabulate
 from torch import Tensor
 
-from ._torch import tree_leaves, tree_map
-from .observe.digests import digest
-from .train_step import TrainStep
-from .train_step.model import check_traceable
-from .train_step.step import insides
+from .._torch import tree_leaves, tree_map
+from ..observe.digests import digest
+from ..train_step import TrainStep
+from ..train_step.model import check_traceable
+from ..train_step.step import insides
 
 
 @dataclass(frozen=True)
