@@ -124,8 +124,7 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
     if bits:
         return check_bits(step, batch, named, ranks)
     check_traceable(step.model, step.options)
-    first = next((x for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), None)
-    size = 0 if first is None else len(first)
+    size = next((len(x) for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), 0)
     most = math.lcm(*(r * a for r in ranks for a in accumulate))
     if not size or not most or size % most:
         raise ValueError(f"apexfx: the batch has {size} examples, expected a multiple of {most}, which ranks={tuple(ranks)} x "
