@@ -7,10 +7,10 @@ from typing import Any
 
 from .backend import last_report as last_report
 from .buckets.plan import BucketPlan as BucketPlan
-from .check_loop import LoopCheck as LoopCheck
-from .check_loop import check_loop as check_loop
-from .check_splits import Splits as Splits
-from .check_splits import check_splits as check_splits
+from .checks.check_loop import LoopCheck as LoopCheck
+from .checks.check_loop import check_loop as check_loop
+from .checks.check_splits import Splits as Splits
+from .checks.check_splits import check_splits as check_splits
 from .compare import compare as compare
 from .config import BucketConfig as BucketConfig
 from .errors import NonFiniteError as NonFiniteError

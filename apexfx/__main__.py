@@ -180,7 +180,7 @@ def _passes(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     import runpy
 
-    from .check_splits import check_splits
+    from .checks.check_splits import check_splits
     from .compare import compare
 
     if not Path(arguments.file).is_file():

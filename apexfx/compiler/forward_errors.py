@@ -118,3 +118,8 @@ def frames_of_user(said: str) -> list[tuple[str, int, str]]:
 def place(file: str, number: int, function: str) -> str:
     """Return a line of a program as a message has it."""
     return f"at {file}:{number}, in {function}: {linecache.getline(file, number).strip()[:120]}"
+
+
+def place_of_user(default: str = "") -> str:
+    """Return the line of the program that runs now, as a message has it, or `default`."""
+    return place(*frames[-1]) if (frames := frames_of_user("".join(traceback.format_stack()))) else default

@@ -135,8 +135,8 @@ class EagerAveraging(Synchronizer):
                                   find_unused_parameters=options.find_unused,
                                   gradient_as_bucket_view=options.retain_buffers)
             if not self._is_plain():
-                reduction = _BucketReduction(self.config, self.group, self.buffers if options.retain_buffers else None)
-                self._ddp.register_comm_hook(None, lambda _, bucket: _reduce_bucket(reduction, bucket))  # it checks annotations
+                given = self.config, self.group, self.buffers if options.retain_buffers else None
+                self._ddp.register_comm_hook(None, lambda _, bucket: _reduce_bucket(*given, bucket))  # it checks annotations
         return True
 
     def _cap_mb(self) -> float | None:
@@ -232,28 +232,21 @@ class EagerAveraging(Synchronizer):
             raise UnsynchronizedGradientError(f"apexfx: {SET_ASIDE.format(', '.join(map(repr, names[:3])))}")
 
 
-@dataclass
-class _BucketReduction:
-    """What a communication hook of torch's DistributedDataParallel does where its own sum is not what was asked for."""
-
-    config: BucketConfig
-    group: dist.ProcessGroup
-    buffers: dict[int, Tensor] | None  # that are retained
-
-
-def _reduce_bucket(state: _BucketReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    config, flat = state.config, bucket.buffer()
+def _reduce_bucket(config: BucketConfig, group: dist.ProcessGroup, buffers: dict[int, Tensor] | None,
+                   bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduce where torch's own sum is not what was asked for; `buffers` are those that are retained."""
+    flat = bucket.buffer()
     always_fp32 = config.allreduce_always_fp32 and flat.dtype in HALVES
     dtype = torch.float32 if always_fp32 else config.comm_dtype or flat.dtype
-    predivide, postdivide = divisors(config, state.group.size())
+    predivide, postdivide = divisors(config, group.size())
     wide = scaled(flat, predivide, dtype)
-    if state.buffers is not None:
+    if buffers is not None:
         if not bucket.index():
-            state.buffers.clear()
-        state.buffers[bucket.index()] = flat
+            buffers.clear()
+        buffers[bucket.index()] = flat
 
     def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         averages = scaled(*future.value(), postdivide, flat.dtype)
         return flat if averages is flat else flat.copy_(averages)
 
-    return dist.all_reduce(wide, group=state.group, async_op=True).get_future().then(finish)
+    return dist.all_reduce(wide, group=group, async_op=True).get_future().then(finish)

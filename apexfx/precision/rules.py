@@ -243,11 +243,8 @@ def _decide_batch_norm(dtypes: Sequence[torch.dtype | None]) -> tuple[torch.dtyp
     parameters = [d for d in dtypes[1:] if d in FLOATS]
     if dtypes[0] == torch.float64:
         return (None,) * len(dtypes)
-    uniform = len(set(parameters)) == 1 and parameters[0] in HALVES
-    if uniform and dtypes[0] != parameters[0]:
-        return (parameters[0] if dtypes[0] in FLOATS else None, *(None for _ in dtypes[1:]))
-    if uniform:
-        return (None,) * len(dtypes)
+    if len(set(parameters)) == 1 and parameters[0] in HALVES:
+        return (parameters[0] if dtypes[0] in FLOATS and dtypes[0] != parameters[0] else None, *[None] * (len(dtypes) - 1))
     return (None, *(torch.float32 if d in HALVES else None for d in dtypes[1:]))
 
 

@@ -144,8 +144,7 @@ class ShardedModel:
                              "leave ddp out")
         safeguard = options.safeguard
         given = {"shard": options.shard, "fallback": options.fallback, "process_group": config.process_group,
-                 "inner='cudagraphs'": config.inner == "cudagraphs",
-                 "verify": config.verify == "each",
+                 "inner='cudagraphs'": config.inner == "cudagraphs", "verify": config.verify == "each",
                  "replica_check_interval": safeguard is not None and safeguard.replica_check_interval is not None,
                  "record_dir": safeguard is not None and safeguard.record_dir is not None}
         if unsupported := [name for name, value in given.items() if value]:

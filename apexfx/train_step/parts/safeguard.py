@@ -196,21 +196,17 @@ class SafeguardLog:
         self._options, self._skips, self._state, self._log = options, skips, state, entries
         # Every rank looks after the same calls, so that all raise after the same one: late enough for the device to be done.
         self._interval = 1 if skips.device.type == "cpu" else min(10, options.max_consecutive_skips)
-        self._forget(0)
+        self.forget(0)
 
     @property
     def num_judged(self) -> int:
         """How many steps were judged; waits for the device."""
         return int(self._state[_JUDGED])
 
-    def forget(self) -> None:
-        """Forget what was seen of earlier steps: a state was loaded."""
-        self._forget(int(self._skips[0]))
-
-    def _forget(self, num_skips: int) -> None:
-        """Forget it, where so many of them were skipped."""
-        self._calls, self._copy = 0, None
-        self._num_before, self._tell_at = num_skips, 1
+    def forget(self, num_skips: int | None = None) -> None:
+        """Forget what was seen of earlier steps, of which so many were skipped; None: as many as a loaded state says."""
+        self._calls, self._copy, self._tell_at = 0, None, 1
+        self._num_before = int(self._skips[0]) if num_skips is None else num_skips
         self._events: list[Event] = []
         self._num_read = 0  # skips that are in `_events`, or that the log has lost
 
@@ -219,21 +215,15 @@ class SafeguardLog:
         self._calls += 1
         if self._calls % self._interval:
             return 0
-        copy, self._copy = self._copy, HostCopy(self._skips)
-        if self._interval == 1:
-            copy = self._copy
-        if copy is None:
+        before, self._copy = self._copy, HostCopy(self._skips)
+        if (copy := self._copy if self._interval == 1 else before) is None:
             return 0
-        num_skips, in_a_row = map(int, copy.get().tolist())
-        self._tell(num_skips - self._num_before)
+        skipped, in_a_row = map(int, copy.get().tolist())
+        if (num_skips := skipped - self._num_before) >= self._tell_at:
+            self._tell_at = 10 ** len(str(num_skips))
+            log.warning("apexfx: safeguard= has skipped %s, where a gradient was not finite or their norm was a spike; "
+                        "step.events has the calls and reasons", count_text(num_skips, "step"))
         return in_a_row if in_a_row >= self._options.max_consecutive_skips else 0
-
-    def _tell(self, num_skips: int) -> None:
-        if num_skips < self._tell_at:
-            return
-        self._tell_at = 10 ** len(str(num_skips))
-        log.warning("apexfx: safeguard= has skipped %s, where a gradient was not finite or their norm was a spike; "
-                    "step.events has the calls and reasons", count_text(num_skips, "step"))
 
     def read(self, name_of: Callable[[int], str | None]) -> list[Event]:
         """Return the events so far, the last 64 at least; waits for the device.

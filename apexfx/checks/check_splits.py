@@ -6,7 +6,6 @@ import contextlib
 import copy
 import math
 import operator
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +16,19 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
+from .._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
+from ..compiler.forward_errors import place_of_user
+from ..train_step import TrainStep
+from ..train_step.mean import Mean
+from ..train_step.model import check_traceable
 from .check_bits import Bits, check_bits
-from .compiler.forward_errors import frames_of_user, place
-from .train_step import TrainStep
-from .train_step.mean import Mean
-from .train_step.model import check_traceable
+from .in_float64 import TOLERANCE, copied, explained, relative
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
 _SAME = (1e-9, 1e-12)  # values of one op
+_IN_FLOAT64 = ("check_splits() computes in float64, on a copy of the model. What the objective reaches otherwise (a module or "
+               "a tensor of its closure) is as it was, and a cast to float32 before a layer fits no more. A part has the first "
+               "rows of every tensor that is as long as the first one, whatever an index means")
 _MEAN = "Return apexfx.Mean(total, count), of a total that nothing has divided."
 
 
@@ -49,7 +51,7 @@ class Split:
 
     @property
     def is_right(self) -> bool:
-        return self.error < _TOLERANCE
+        return self.error < TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -122,59 +124,75 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
     if bits:
         return check_bits(step, batch, named, ranks)
     check_traceable(step.model, step.options)
-    first = next((x for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), None)
-    size = 0 if first is None else len(first)
+    size = next((len(x) for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), 0)
     most = math.lcm(*(r * a for r in ranks for a in accumulate))
     if not size or not most or size % most:
         raise ValueError(f"apexfx: the batch has {size} examples, expected a multiple of {most}, which ranks={tuple(ranks)} x "
                          f"accumulate={tuple(accumulate)} divide; the first tensor in a tuple, list or dictionary counts")
-    memo: dict[int, Any] = {}
-    model, objective = copy.deepcopy((step.model, step.objective), memo)
-    optimizers = [step.optimizer] if isinstance(step.optimizer, torch.optim.Optimizer) else step.optimizer
-    held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
-    if not memo.keys() >= set(held):
-        raise ValueError("apexfx: the optimizer has parameters that neither model nor objective holds, as modules= gives a "
-                         "step those of a closure, of which there is no copy; make the objective a module that holds them")
-    trained = {id(memo[each]) for each in held}
-    loss_fn = getattr(objective, "loss_fn", objective)
-    modules = {"": model, **({"loss.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
-    params = {prefix + name: p for prefix, module in modules.items() for name, p in module.named_parameters()
-              if id(p) in trained and p.requires_grad}
-    buffers = [(each, name, buffer) for module in modules.values() for each in _prepared(module)
-               for name, buffer in each.named_buffers(recurse=False)]
+    parts = _Parts(step, (batch, named), size)
+    with torch.random.fork_rng(), torch.enable_grad(), explained(_IN_FLOAT64):
+        _check_repeats(*(parts.loss(parts.part(1, 0)) for _ in range(2)))
+        whole = parts.gradients(1, 1)
+        rows = tuple(_compared(r, a, whole, parts.gradients(r, a)) for r in ranks for a in accumulate)
+        looked_at = () if all(row.is_right for row in rows) else (parts.loss_within(parts.part(1, 0)), parts.loss)
+        mixes = (_first_mixing(loss, parts.part(2, 0), parts.part(1, 0)) for loss in looked_at)
+        return Splits(rows, next(filter(None, mixes), ""))
 
-    norms = [each for module in modules.values() for each in module.modules() if isinstance(each, BatchNorm)]
-    # In eval mode, without running statistics, one takes those of its rank alone.
-    joins = step.config.sync_bn and all(each.training or each.running_mean is not None for each in norms)
 
-    def part_of(parts: int, place: int) -> Any:
-        return tree_map(lambda x: _part(x, size, parts, place), (batch, named))
+class _Parts:
+    """The gradients of a batch in parts, with copies of the model and the objective."""
 
-    def loss(part: Any, batch_norms: _SyncedBatchNorms | None = None) -> Tensor | Mean:
-        for module, name, buffer in buffers:  # the same values for each part
+    def __init__(self, step: TrainStep, batch: tuple[tuple[Any, ...], dict[str, Any]], size: int) -> None:
+        self._batch, self._size, memo = batch, size, dict[int, Any]()
+        self._model, self._objective = copy.deepcopy((step.model, step.objective), memo)
+        optimizers = [step.optimizer] if isinstance(step.optimizer, torch.optim.Optimizer) else step.optimizer
+        held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
+        if not memo.keys() >= set(held):
+            raise ValueError("apexfx: the optimizer has parameters that neither model nor objective holds, as modules= gives a "
+                             "step those of a closure, of which there is no copy; make the objective a module that holds them")
+        trained = {id(memo[each]) for each in held}
+        loss_fn = getattr(self._objective, "loss_fn", self._objective)
+        modules = {"": self._model, **({"loss.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+        self._params = {prefix + name: p for prefix, module in modules.items() for name, p in module.named_parameters()
+                        if id(p) in trained and p.requires_grad}
+        self._buffers = [(each, name, buffer) for module in modules.values() for each in _prepared(module)
+                         for name, buffer in each.named_buffers(recurse=False)]
+        norms = [each for module in modules.values() for each in module.modules() if isinstance(each, BatchNorm)]
+        # In eval mode, without running statistics, one takes those of its rank alone.
+        self._joins = step.config.sync_bn and all(each.training or each.running_mean is not None for each in norms)
+
+    def part(self, num_parts: int, place: int) -> Any:
+        def of_tensor(x: Any) -> Any:
+            x = copied(x)  # the objective may write it
+            return x.tensor_split(num_parts)[place] if isinstance(x, Tensor) and x.dim() and len(x) == self._size else x
+
+        return tree_map(of_tensor, self._batch)
+
+    def loss(self, part: Any, batch_norms: _SyncedBatchNorms | None = None) -> Tensor | Mean:
+        for module, name, buffer in self._buffers:  # the same values for each part
             setattr(module, name, buffer.clone())
         with batch_norms or contextlib.nullcontext():
-            returned = objective(model, *part[0], **part[1])
+            returned = self._objective(self._model, *part[0], **part[1])
         return returned[0] if isinstance(returned, tuple) else returned
 
-    def within(call: Any) -> Callable[[Any], Tensor | Mean]:
+    def loss_within(self, call: Any) -> Callable[[Any], Tensor | Mean]:
         """Return the loss of one rank's part of a call."""
-        if not joins:
-            return loss
-        loss(call, joined := _SyncedBatchNorms())
-        return lambda part: loss(part, _SyncedBatchNorms(joined.statistics))
+        if not self._joins:
+            return self.loss
+        self.loss(call, joined := _SyncedBatchNorms())
+        return lambda part: self.loss(part, _SyncedBatchNorms(joined.statistics))
 
-    def losses(ranks: int, calls: int) -> list[Tensor | Mean]:
-        return [of_rank(part_of(ranks * calls, call * ranks + rank))
-                for call in range(calls) for of_rank in [within(part_of(calls, call))] for rank in range(ranks)]
-
-    with torch.random.fork_rng(), torch.enable_grad(), _explained():
-        _check_repeats(*(loss(part_of(1, 0)) for _ in range(2)))
-        whole = _gradients(losses(1, 1), params)
-        rows = tuple(_compared(r, a, whole, _gradients(losses(r, a), params)) for r in ranks for a in accumulate)
-        looked_at = () if all(row.is_right for row in rows) else (within(part_of(1, 0)), loss)
-        mixes = (_first_mixing(of_part, part_of(2, 0), part_of(1, 0)) for of_part in looked_at)
-        return Splits(rows, next(filter(None, mixes), ""))
+    def gradients(self, ranks: int, calls: int) -> dict[str, Tensor]:
+        """Return the gradient that a step makes of the losses of its calls and ranks, by the rule of each kind."""
+        losses = [loss(self.part(ranks * calls, call * ranks + rank))
+                  for call in range(calls) for loss in [self.loss_within(self.part(calls, call))] for rank in range(ranks)]
+        if isinstance(losses[0], Mean):
+            terms = zip(*(mean.terms for mean in losses))
+            loss = sum(sum(total for total, count in term if count) / sum(count for _, count in term) for term in terms)
+        else:
+            loss = sum(losses) / len(losses)
+        grads = torch.autograd.grad(loss, list(self._params.values()), allow_unused=True)
+        return {name: g for name, g in zip(self._params, grads) if g is not None}
 
 
 class _SyncedBatchNorms(TorchFunctionMode):
@@ -217,17 +235,6 @@ def _prepared(module: nn.Module) -> list[nn.Module]:
     return modules
 
 
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except (ArithmeticError, IndexError, RuntimeError, TypeError) as error:
-        error.add_note("apexfx: check_splits() computes in float64, on a copy of the model. What the objective reaches otherwise "
-                       "(a module or a tensor of its closure) is as it was, and a cast to float32 before a layer fits no more. A "
-                       "part has the first rows of every tensor that is as long as the first one, whatever an index means")
-        raise
-
-
 def _check_repeats(*losses: Tensor | Mean) -> None:
     first, again = (float((loss.value if isinstance(loss, Mean) else loss).detach()) for loss in losses)
     if not math.isfinite(first) or not math.isclose(first, again, rel_tol=1e-9, abs_tol=1e-12):
@@ -236,72 +243,44 @@ def _check_repeats(*losses: Tensor | Mean) -> None:
                          "(dropout of modules is off already) or keeps count of its calls; turn that off for the check")
 
 
-def _part(x: Any, size: int, parts: int, place: int) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    x = x.detach().to(torch.float64 if x.is_floating_point() else x.dtype, copy=True)  # the objective may write it
-    return x.tensor_split(parts)[place] if x.dim() and len(x) == size else x
-
-
-def _gradients(losses: Sequence[Tensor | Mean], params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradient that a step makes of the losses of its calls and ranks, by the rule of each kind."""
-    if isinstance(losses[0], Mean):
-        terms = zip(*(mean.terms for mean in losses))
-        loss = sum(sum(total for total, count in term if count) / sum(count for _, count in term) for term in terms)
-    else:
-        loss = sum(losses) / len(losses)
-    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-    return {name: g for name, g in zip(params, grads) if g is not None}
-
-
 def _compared(ranks: int, accumulate: int, whole: dict[str, Tensor], split: dict[str, Tensor]) -> Split:
     a, b = (torch.cat([grads.get(name, torch.zeros_like(g)).flatten() for name, g in whole.items()]) for grads in (whole, split))
-    least = float(a.norm()) * _TOLERANCE  # a bias in front of a batch norm has a gradient of roundings
-    errors = {name: _relative(split.get(name, torch.zeros_like(g)) - g, g, least) for name, g in whole.items()}
+    least = float(a.norm()) * TOLERANCE  # a bias in front of a batch norm has a gradient of roundings
+    errors = {name: relative(split.get(name, torch.zeros_like(g)) - g, g, least) for name, g in whole.items()}
     ratio = float(a @ b / (a @ a))
-    is_parallel = _relative(b - ratio * a, b) < _TOLERANCE
-    return Split(ranks, accumulate, _relative(b - a, a), ratio if is_parallel else None, max(errors, key=errors.__getitem__))
-
-
-def _relative(difference: Tensor, reference: Tensor, least: float = 1e-300) -> float:
-    return float(difference.norm() / reference.norm().clamp_min(max(least, 1e-300)))
+    is_parallel = relative(b - ratio * a, b) < TOLERANCE
+    return Split(ranks, accumulate, relative(b - a, a), ratio if is_parallel else None, max(errors, key=errors.__getitem__))
 
 
 class _Ops(TorchDispatchMode):
-    """Hands each op that computes with tensors to a function, with its results."""
+    """Keeps the results of ops that compute with tensors; or, given those for half the batch, finds the first op that mixes."""
 
-    def __init__(self, look: Callable[[Any, Any], None]) -> None:
+    def __init__(self, half: Iterator[tuple[Any, list[Tensor]]] | None = None) -> None:
         super().__init__()
-        self._look = look
+        self.results: list[tuple[Any, list[Tensor]]] = []
+        self.mixes, self._half = "", half
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
-            self._look(func, out)
+        if not any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
+            return out
+        tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if self._half is None:
+            self.results.append((func, [x.detach().clone() for x in tensors]))
+        else:
+            same, halves = next(self._half, (None, []))
+            if not self.mixes and same is func and any(map(_mixes, tensors, halves)):
+                self.mixes = f"{func} {place_of_user()}".rstrip()
         return out
 
 
 def _first_mixing(loss: Callable[[Any], Any], half_batch: Any, batch: Any) -> str:
     """Return the first op that gives the first half of the batch other values than where it is alone, and its line."""
-    alone: list[tuple[Any, list[Tensor]]] = []
-    with torch.no_grad(), _Ops(lambda func, out: alone.append((func, _tensors(out, copies=True)))):
+    with torch.no_grad(), _Ops() as alone:
         loss(half_batch)
-    found: list[str] = []
-    halves = iter(alone)
-
-    def look(func: Any, out: Any) -> None:
-        name, half = next(halves, (None, []))
-        if not found and name is func and any(_mixes(a, b) for a, b in zip(_tensors(out), half)):
-            lines = frames_of_user("".join(traceback.format_stack()))
-            found.append(f"{func} {place(*lines[-1])}" if lines else str(func))
-
-    with torch.no_grad(), _Ops(look):
+    with torch.no_grad(), _Ops(iter(alone.results)) as whole:
         loss(batch)
-    return found[0] if found else ""
-
-
-def _tensors(out: Any, *, copies: bool = False) -> list[Tensor]:
-    return [x.detach().clone() if copies else x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    return whole.mixes
 
 
 def _mixes(whole: Tensor, half: Tensor) -> bool:

@@ -7,8 +7,6 @@ import copy
 import dataclasses
 import math
 import re
-import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,27 +14,23 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor, fx, nn
-from torch.fx.passes.infra.pass_base import PassResult
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from ._torch import tensor_version, tree_leaves, tree_map, versions
-from .buckets.bucket import dtype_name
-from .compiler.forward_errors import frames_of_user, place
-from .config import HALVES
-from .graph.nodes import graphs
-from .graph.printing import count_text, first_names
-from .passes.base import Pass
-from .train_step import TrainStep
-from .train_step.model import check_traceable
-from .train_step.wrong_call import shown
+from .._torch import tree_map, versions
+from ..buckets.bucket import dtype_name
+from ..config import HALVES
+from ..graph.printing import count_text, first_names
+from ..train_step import TrainStep
+from ..train_step.model import check_traceable
+from ..train_step.wrong_call import shown
+from .in_float64 import TOLERANCE, KeepFloat64, copied, explained, relative
+from .watched_loop import WatchedLoop, gradients_of, listed, options_of
 
-_TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
 _SMALL = 1e-2  # of the size of all: what is smaller, as a gradient that is rounding alone, is measured against that
 _SHOWN = 20  # rows
-_UNSCALE = "non_finite_check_and_unscale"
-_CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
-_HOW_ALONE = ("foreach", "fused", "capturable", "differentiable", "initial_lr", "params")  # options that change no update
+_IN_FLOAT64 = ("check_loop() computes in float64, on copies. What update() or the objective reaches otherwise than by its "
+               "arguments (the weights of a loss, a module of a closure) is as it was, and a cast to float32 before a layer fits "
+               "no more")
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class LoopRow:
 
     @property
     def is_right(self) -> bool:
-        return self.update < _TOLERANCE and self.gradient < _TOLERANCE
+        return self.update < TOLERANCE and self.gradient < TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -132,34 +126,32 @@ def check_loop(step: TrainStep, update: Callable[..., Any], batches: Sequence[An
             what it is not given.
         RuntimeError, ...: what the loop or the step raises in float64; a note says so.
     """
+    updates = _checked_updates(step, update, batches)
+    originals = (step.model, step.objective, step.optimizer, step.optimizer if optimizer is None else optimizer, schedule)
+    with torch.random.fork_rng(), torch.enable_grad(), warnings.catch_warnings(), _untouched(step, originals[3]):
+        warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden|Detected call of `lr_sched")
+        with explained(_IN_FLOAT64):
+            found = _Sides(step, update, originals, exact=True).check(updates)
+        if not found.is_right:
+            return found
+        sides = _Sides(step, update, originals, exact=False)
+        own = sides.run(updates)
+    rows = tuple(dataclasses.replace(row, as_they_are=own[row.name]) for row in found.rows)
+    return dataclasses.replace(found, rows=rows, reason=sides.rounding())
+
+
+def _checked_updates(step: TrainStep, update: Callable[..., Any], batches: Sequence[Any]) -> list[list[Any]]:
+    """Return the batches of each update."""
     if not isinstance(step, TrainStep) or not callable(update) or callable(batches):
         raise TypeError(f"apexfx: check_loop() was called with {', '.join(type(x).__name__ for x in (step, update, batches))}, "
                         "expected check_loop(step, update, batches): a step, the function of the loop, and a list of batches")
     check_traceable(step.model, step.options)
     if any(p.is_complex() for p in step.model.parameters()):
         raise ValueError("apexfx: check_loop() compares steps in float64, and the model has complex parameters")
-    accumulate = step.options.accumulate
-    batches = list(batches)
+    accumulate, batches = step.options.accumulate, list(batches)
     if not batches or len(batches) % accumulate:
         raise ValueError(f"apexfx: batches has {len(batches)}, expected a multiple of accumulate={accumulate}, and at least one")
-    updates = [batches[i:i + accumulate] for i in range(0, len(batches), accumulate)]
-    originals = (step.model, step.objective, step.optimizer, step.optimizer if optimizer is None else optimizer, schedule)
-    with torch.random.fork_rng(), torch.enable_grad(), warnings.catch_warnings(), _untouched(step, originals[3]):
-        warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden|Detected call of `lr_sched")
-        with _explained():
-            sides = _Sides(step, update, originals, exact=True)
-            for number, calls in enumerate(updates, 1):
-                part, reason, rows = sides.compare(number, calls)
-                if part:
-                    return LoopCheck(rows, part, number, reason)
-        if not sides.moved:
-            raise ValueError("apexfx: the loop moved no parameter, so nothing is compared: its learning rate is 0, or its "
-                             "optimizer updates something else")
-        untried = sides.untried()
-        sides = _Sides(step, update, originals, exact=False)
-        own = sides.run(updates)
-    rows = tuple(dataclasses.replace(row, as_they_are=own[row.name]) for row in rows)
-    return LoopCheck(rows, "", len(updates), sides.rounding(), untried)
+    return [batches[i:i + accumulate] for i in range(0, len(batches), accumulate)]
 
 
 class _Sides:
@@ -171,7 +163,7 @@ class _Sides:
     """
 
     def __init__(self, step: TrainStep, update: Callable[..., Any], originals: tuple[Any, ...], *, exact: bool) -> None:
-        self._update, self._exact, self.moved, self._longest, self._loop_clips = update, exact, False, 0.0, False
+        self._update, self._exact, self._moved, self._longest, self._loop_clips = update, exact, False, 0.0, False
         self._model, _, _, self._optimizer, self._schedule = _copies(originals, exact)
         model, objective, optimizer, _, self._step_schedule = _copies(originals, exact)
         options = step.options
@@ -179,15 +171,26 @@ class _Sides:
                                      process_group=None)
         if exact:
             config = dataclasses.replace(config, opt_level="O0", dtype=None, keep_batchnorm_fp32=None, precision={},
-                                         passes=(*config.passes, _KeepFloat64()))
+                                         passes=(*config.passes, KeepFloat64()))
         options = dataclasses.replace(options, config=config, keep_grads=exact, memory_budget=None, safeguard=None, slices=None,
                                       seed=0)
         self._step = TrainStep(model, objective, optimizer, options)
         self._by_name = not hasattr(objective, "loss_fn")
-        self._loop = _Loop(self._model, _list(self._optimizer), exact)
+        self._loop = WatchedLoop(self._model, listed(self._optimizer), exact)
+
+    def check(self, updates: list[list[Any]]) -> LoopCheck:
+        """Compare update by update, until loop and step part."""
+        for number, calls in enumerate(updates, 1):
+            found = self.compare(number, calls)
+            if not found.is_right:
+                return found
+        if not self._moved:
+            raise ValueError("apexfx: the loop moved no parameter, so nothing is compared: its learning rate is 0, or its "
+                             "optimizer updates something else")
+        return dataclasses.replace(found, untried=self.untried())
 
     def run_loop(self, number: int, calls: list[Any]) -> None:
-        batch = _copied(calls, self._exact)
+        batch = tree_map(lambda x: copied(x, self._exact), calls)
         torch.manual_seed(number)
         self._loop.start()
         with self._loop:
@@ -210,12 +213,12 @@ class _Sides:
     def run_step(self, number: int, calls: list[Any]) -> list[Tensor]:
         torch.manual_seed(number)
         losses = []
-        for batch in _copied(calls, self._exact):
+        for batch in tree_map(lambda x: copied(x, self._exact), calls):
             named = isinstance(batch, Mapping) and self._by_name
             returned = self._step(**batch) if named else self._step(*batch) if isinstance(batch, (tuple, list)) else \
                 self._step(batch)
             losses.append(returned[0] if isinstance(returned, tuple) else returned)
-        for schedule in _list(self._step_schedule):
+        for schedule in listed(self._step_schedule):
             schedule.step()
         return losses
 
@@ -244,9 +247,9 @@ class _Sides:
         cure = f"opt_level='O1', dtype={theirs}" if theirs else "opt_level='O0'" + ", skip=('precision',)" * halves
         return f"the step computes in {computes} ({config.opt_level}), the loop's autocast was {of_loop}; {cure} is that loop"
 
-    def compare(self, number: int, calls: list[Any]) -> tuple[str, str, tuple[LoopRow, ...]]:
-        """Run an update of both; return where they part, what is known about it, and the rows."""
-        loop, before, options = self._loop, _values(self._model), _options(self._step.model, self._step.optimizer)
+    def compare(self, number: int, calls: list[Any]) -> LoopCheck:
+        """Run an update of both."""
+        loop, before, options = self._loop, _values(self._model), options_of(self._step.model, self._step.optimizer)
         self.run_loop(number, calls)
         losses = [float(loss) for loss in self.run_step(number, calls)]
         if self._step.options.max_grad_norm is not None:
@@ -254,15 +257,15 @@ class _Sides:
         self._loop_clips |= any("clip_grad" in written for _, written in loop.wrote)
         ours, theirs = _changes(self._step.model, before), _changes(self._model, before)
         errors = _errors(ours, theirs)
-        self.moved |= any(bool(theirs[name].any()) for name in loop.params)
-        grads = {name: _or_zeros(p.grad, p).clone() for name, p in self._step.model.named_parameters() if name in loop.params}
+        self._moved |= any(bool(theirs[name].any()) for name in loop.params)
+        grads = gradients_of({name: p for name, p in self._step.model.named_parameters() if name in loop.params})
         differ = _errors(grads, loop.stepped)
         rows = tuple(LoopRow(name, differ.get(name, 0.0), error) for name, error in errors.items())
         if all(row.is_right for row in rows):
-            return "", "", rows
-        part, reason = self._where(losses, grads, all(e < _TOLERANCE for e in differ.values()), options,
+            return LoopCheck(rows, "", number, "")
+        part, reason = self._where(losses, grads, all(e < TOLERANCE for e in differ.values()), options,
                                    [row.name for row in rows if not row.is_right])
-        return part, reason, rows
+        return LoopCheck(rows, part, number, reason)
 
     def untried(self) -> str:
         """Say that nothing was clipped, where loop or step would, so that how they do was not compared."""
@@ -356,130 +359,12 @@ class _Sides:
                 "writes .data.")
 
 
-class _Loop(TorchFunctionMode):
-    """What an update of a loop does: looks on at `backward()`, at writes of gradients, and at `optimizer.step()`.
-
-    Attributes:
-        params: by name, those that its optimizers hold.
-        losses: what `backward()` was called on. gradients: after the last of these. stepped: at `optimizer.step()`.
-        held: whether there were gradients before the first backward. writes: whether parameters change outside of a step.
-        options: by parameter, of its group, at the step. modes: which modules train, at the first forward.
-        wrote: of each op that wrote gradients in between, whether it is a GradScaler's, and the line.
-        steps: how often each optimizer was stepped. autocast: its dtype, or None. at_backward, at_step: the last lines
-            that did it.
-    """
-
-    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], exact: bool) -> None:
-        super().__init__()
-        self._model, self._optimizers, self._exact, self._widens = model, optimizers, exact, exact
-        self.autocast: torch.dtype | None = None
-        held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-        self.params = {name: p for name, p in model.named_parameters() if id(p) in held}
-        model.register_forward_pre_hook(self._note_modes)
-        for each in optimizers:
-            each.register_step_pre_hook(self._before_step)
-            each.register_step_post_hook(self._after_step)
-
-    def start(self) -> None:
-        self.losses: list[float] = []
-        self.wrote: list[tuple[bool, str]] = []
-        self.steps: dict[int, int] = {}
-        self.options: dict[str, dict[str, Any]] = {}
-        self.modes: dict[str, bool] = {}
-        self.gradients = {name: torch.zeros_like(p) for name, p in self.params.items()}
-        self.stepped = dict(self.gradients)
-        self.held, self.writes, self.at_backward, self.at_step = False, False, "", ""
-        self._written = versions(self.params.values())
-
-    def finish(self) -> None:
-        self.writes |= versions(self.params.values()) != self._written
-
-    @property
-    def left_out(self) -> list[str]:
-        """The steps that are not called."""
-        return [f"{type(each).__name__}.step()" for each in self._optimizers if id(each) not in self.steps]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = next(iter(self.params.values())).device.type if self.params else "cpu"
-        if self.autocast is None and torch.is_autocast_enabled(kind):
-            self.autocast = torch.get_autocast_dtype(kind)
-        if func is not Tensor.backward:
-            name = getattr(func, "__name__", "")
-            writes = name.endswith("_") and not name.startswith("__") or name in ("__set__", "__setitem__")
-            if writes and self.losses and not self.steps and self._is_gradient(args):
-                self.wrote.append((_UNSCALE in name, _line()))
-            of_scaler = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.amp")  # whose numbers are float32
-            if self._widens and not of_scaler and func is not Tensor.view:  # of bits as another dtype
-                func, args, kwargs = _CASTS.get(func, func), *tree_map(_wide, (args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
-        if not self.losses:
-            self.held = any(p.grad is not None and bool(p.grad.any()) for p in self.params.values())
-        self.losses.append(float(args[0].detach()))
-        self.at_backward = _line()
-        func(*args, **(kwargs or {}))
-        self.gradients = _gradients(self.params)
-
-    def _is_gradient(self, args: Any) -> bool:
-        grads = {id(p.grad) for p in self.params.values() if p.grad is not None}
-        return any(id(x) in grads or id(x) in map(id, self.params.values()) for x in tree_leaves(args) if isinstance(x, Tensor))
-
-    def _note_modes(self, model: nn.Module, *_: Any) -> None:
-        self.modes = self.modes or {name: module.training for name, module in model.named_modules()}
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.at_step, self._widens = _line(), False  # Muon computes in bfloat16 on both sides
-        self.writes |= versions(self.params.values()) != self._written
-        self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if getattr(optimizer, "grad_scale", None) is not None:
-            self.wrote.append((True, self.at_step))
-        scale = 1.0 if (scale := getattr(optimizer, "grad_scale", None)) is None else scale  # of a GradScaler, where it is fused
-        self.stepped.update({name: g / scale for name, g in _gradients(
-            {name: p for name, p in self.params.items() if id(p) in held}).items()})
-        self.options.update(_options(self._model, optimizer))
-
-    def _after_step(self, *_: Any) -> None:
-        self._written, self._widens = versions(self.params.values()), self._exact
-
-
-class _KeepFloat64(Pass):
-    """Keep float64 where the program casts to a narrower dtype, as the loop's mode does.
-
-    Before:  y = x.float(); z = softmax(x, -1, dtype=torch.float32)
-    After:   y = x.double(); z = softmax(x, -1, dtype=torch.float64)
-    """
-
-    name = "keep_float64"
-    numeric = "changes_dtype"
-
-    def call(self, gm: fx.GraphModule) -> PassResult:
-        for node in (node for each in graphs(gm) for node in each.graph.nodes):
-            if node.op == "call_method" and (cast := _CASTS.get(getattr(Tensor, node.target, None))) is not None:
-                node.target = cast.__name__
-            if node.target != "view":
-                node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), _wide)
-        return PassResult(gm, True)
-
-
-def _wide(given: Any) -> Any:
-    return torch.float64 if isinstance(given, torch.dtype) and given in (*HALVES, torch.float32) else given
-
-
-def _line() -> str:
-    frames = frames_of_user("".join(traceback.format_stack()))
-    return place(*frames[-1]) if frames else "in the loop"
-
-
-def _list(given: Any) -> list[Any]:
-    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-
-
 def _copies(originals: tuple[Any, ...], exact: bool) -> tuple[Any, ...]:
     """Return copies of model, objective, optimizers and schedules that belong together, in float64 where they are exact."""
     memo: dict[int, Any] = {}
     model, objective = copies = copy.deepcopy(originals[:2], memo)
     held_by_model = {id(p) for p in originals[0].parameters()}
-    for each in (*_list(originals[2]), *_list(originals[3])):
+    for each in (*listed(originals[2]), *listed(originals[3])):
         if any(id(p) not in held_by_model for group in each.param_groups for p in group["params"]):
             raise ValueError("apexfx: the optimizer has parameters that the model does not hold, as of a loss, and update() "
                              "could only reach those of the step itself; make one module that holds both")
@@ -488,39 +373,20 @@ def _copies(originals: tuple[Any, ...], exact: bool) -> tuple[Any, ...]:
         for module in (model, getattr(objective, "loss_fn", objective)):
             if isinstance(module, nn.Module):
                 module.double()
-        for each in (*_list(optimizers[0]), *_list(optimizers[1])):
+        for each in (*listed(optimizers[0]), *listed(optimizers[1])):
             each.load_state_dict(each.state_dict())  # which casts the state to the dtypes of the parameters
     return *copies, *optimizers
-
-
-def _copied(calls: list[Any], exact: bool) -> list[Any]:
-    return [tree_map(lambda x: x.detach().to(torch.float64 if exact and x.is_floating_point() else x.dtype, copy=True)
-                     if isinstance(x, Tensor) else x, batch) for batch in calls]
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except (ArithmeticError, IndexError, RuntimeError, TypeError) as error:
-        error.add_note("apexfx: check_loop() computes in float64, on copies. What update() or the objective reaches otherwise "
-                       "than by its arguments (the weights of a loss, a module of a closure) is as it was, and a cast to float32 "
-                       "before a layer fits no more")
-        raise
 
 
 @contextlib.contextmanager
 def _untouched(step: TrainStep, optimizer: Any) -> Iterator[None]:
     """Raise where the step's own parameters, gradients or options are written in this context: `update` does it."""
     params = dict(step.model.named_parameters())
-    groups = [group for each in (*_list(step.optimizer), *_list(optimizer)) for group in each.param_groups]
-    grads = [p.grad for p in params.values()]
-    state = [(tensor_version(p), p.grad is not None and tensor_version(p.grad)) for p in params.values()]
+    groups = [group for each in (*listed(step.optimizer), *listed(optimizer)) for group in each.param_groups]
+    before = [(versions((p, p.grad)), p.grad) for p in params.values()]  # no other has the id of a gradient that lives
     options = [{**group} for group in groups]
     yield
-    wrote = [name for (name, p), grad, was in zip(params.items(), grads, state)
-             if p.grad is not grad or was != (tensor_version(p), p.grad is not None and tensor_version(p.grad))]
-    if wrote:
+    if wrote := [name for (name, p), (was, _) in zip(params.items(), before) if versions((p, p.grad)) != was]:
         raise ValueError(f"apexfx: update() wrote {wrote[0]!r} of the step's own model, or its gradient; it has to use the "
                          "model and the optimizer that it is given")
     for group, was in zip(groups, options):
@@ -540,14 +406,6 @@ def _changes(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x - before[name] for name, x in _values(model).items()}
 
 
-def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad.detach()
-
-
-def _gradients(params: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _or_zeros(p.grad, p).clone() for name, p in params.items()}
-
-
 def _norm(tensors: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float(x.norm()) ** 2 for x in tensors.values()))
 
@@ -555,8 +413,7 @@ def _norm(tensors: dict[str, Tensor]) -> float:
 def _errors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
     """Return of each tensor the norm of the difference over that of theirs, or of a small part of all where that is more."""
     size = _norm(theirs) / max(1, sum(x.numel() for x in theirs.values())) ** 0.5
-    return {name: float((ours[name] - x).norm()) / max(float(x.norm()), _SMALL * size * x.numel() ** 0.5, 1e-300)
-            for name, x in theirs.items()}
+    return {name: relative(ours[name] - x, x, _SMALL * size * x.numel() ** 0.5) for name, x in theirs.items()}
 
 
 def _unclipped(step: TrainStep, grads: dict[str, Tensor], norm: float) -> dict[str, Tensor]:
@@ -583,25 +440,18 @@ def _may_be_scaled(factor: float | None, calls: int) -> bool:
     if factor is None or factor <= 0:
         return False
     power = math.log2(factor * calls)
-    return _close(factor, 1) or _close(factor * calls, 1) or power > 3 and abs(power - round(power)) < _TOLERANCE
+    return _close(factor, 1) or _close(factor * calls, 1) or power > 3 and abs(power - round(power)) < TOLERANCE
 
 
 def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_TOLERANCE)
+    return math.isclose(a, b, rel_tol=TOLERANCE)
 
 
 def _ratio(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> float | None:
     """Return by how much their gradient is longer where both have one direction; else None."""
     a, b = (torch.cat([grads[name].double().flatten() for name in theirs]) for grads in (theirs, ours))
     ratio = float(a @ b) / max(float(b @ b), 1e-300)
-    return ratio if float((a - ratio * b).norm()) < _TOLERANCE * float(a.norm()) and ratio > 0 else None
-
-
-def _options(model: nn.Module, optimizers: Any) -> dict[str, dict[str, Any]]:
-    """Return, by parameter, the class of its optimizer and the options of its group."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return {names[id(p)]: {"class": type(each).__name__, **{k: v for k, v in group.items() if k not in _HOW_ALONE}}
-            for each in _list(optimizers) for group in each.param_groups for p in group["params"] if id(p) in names}
+    return ratio if float((a - ratio * b).norm()) < TOLERANCE * float(a.norm()) and ratio > 0 else None
 
 
 def _number(option: Any) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 from tabulate import tabulate
 from torch import Tensor
 
-from ._torch import tree_leaves, tree_map
-from .observe.digests import digest
-from .train_step import TrainStep
-from .train_step.model import check_traceable
-from .train_step.step import insides
+from .._torch import tree_leaves, tree_map
+from ..observe.digests import digest
+from ..train_step import TrainStep
+from ..train_step.model import check_traceable
+from ..train_step.step import insides
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ def check_bits(step: TrainStep, batch: tuple[Any, ...], named: dict[str, Any], r
     slices = step.options.slices
     if slices is None:
         raise ValueError("apexfx: check_splits(bits=True) is of a step with slices=, which alone promises bits")
-    tensors = [x for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()]
-    size = len(tensors[0]) if tensors else 0
+    size = next((len(x) for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), 0)
     if not size or size % slices or any(slices % each for each in ranks):
         raise ValueError(f"apexfx: the batch has {size} examples, expected a multiple of slices={slices}, which ranks="
                          f"{tuple(ranks)} have to divide")
