@@ -460,8 +460,8 @@ def innermost_backend(backend: object | None) -> object | None:
 def close_frames(error: BaseException) -> None:
     """Clear the frames of what torch raised while it traced a forward derivative.
 
-    They hold generators that, when the garbage collector closes them, set this thread's dispatch keys to those of a transform
-    which is over: autograd is off from then on, in eager, too (2.13).
+    They hold generators. When the garbage collector closes those, they set this thread's dispatch keys for a transform that is
+    over, and autograd is off from then on, in eager, too (2.13).
     """
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()):
         while error is not None:

@@ -97,7 +97,7 @@ from ._torch import (
 
 def compiled_within(context: Callable[[], contextlib.AbstractContextManager[Any]], function: Callable[..., Any],
                     backend: Callable[..., Any], *, fullgraph: bool, dynamic: bool | None) -> Callable[..., Any]:
-    """Return what `torch.compile` does, with a context around each capture, and around no call of what was captured."""
+    """Return what `torch.compile` returns, with a context around each capture, and none around calls of captured code."""
     wrapped = torch._TorchCompileWrapper(backend, None, None, dynamic)
     optimize = torch._dynamo.optimize(wrapped, nopython=fullgraph, dynamic=dynamic)
     if (convert := getattr(optimize, "callback", None)) is not None:  # None where Dynamo is off
@@ -164,14 +164,14 @@ def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:
 
 @dynamo_skip
 def backend_around() -> object | None:
-    """Return the backend, as `backend_of` does, of the `torch.compile` in whose call this code runs, or None."""
+    """Return the backend, as `backend_of` does, of the `torch.compile` that has called this code, or None."""
     return innermost_backend(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def not_traced(function: Callable[..., object], reason: str) -> Callable[..., object]:
-    """Have Dynamo run `function` as it is, and trace only what it calls, `reason` being said where it must not.
+    """Have Dynamo run `function` as it is, and trace only what it calls; where it must not, torch's error says `reason`.
 
-    As `torch._dynamo.disable(recursive=False)`, whose wrapper raises in `torch.export` with a text of its own.
+    `torch._dynamo.disable(recursive=False)` does the same, and its wrapper raises in `torch.export` without the reason.
     """
     function = dynamo_skip(function)
     function._torchdynamo_disable_msg = reason
@@ -424,9 +424,9 @@ def read_of_data(error: Exception) -> str:
 
 
 def told_of_kept(error: Exception) -> str:
-    """Return in which attribute the program keeps a tensor, of the error about its history, and the stack of what computed it.
+    """Return where the program keeps the tensor that an error is about, and the stack of the line that computed it.
 
-    The first line is "kept", or "kept in the attribute 'name'" where it is one.
+    The first line is "kept", or "kept in the attribute 'name'".
     """
     if (kept := re.search(r"Leaked output tensors: (\w+)", str(error))) is None or (output := _output_graph(error)) is None:
         return ""
@@ -600,7 +600,7 @@ def traced_code() -> list[types.CodeType]:
 
 @clear_on_fresh_cache
 class CppFile(CppPythonBindingsCodeCache):
-    """A C++ file of several kernels, each of which becomes a module of its own, as a kernel that has a file does (2.13)."""
+    """A C++ file of several kernels. Each becomes a module, as a kernel with a file for itself does (2.13)."""
 
     cache: ClassVar[dict[str, Callable[[], Any]]] = {}
     cache_clear = staticmethod(cache.clear)

@@ -162,7 +162,7 @@ class _Outcome(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A tensor by the ops and in float64; what was there of one that is written; by the code, where that has handed it over."""
+    """A tensor by the ops, and in float64; its value before a write; and by the code, where that has handed it over."""
 
     ops: Tensor
     wide: Tensor
@@ -410,7 +410,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _moved(x: Any, eps: float, generator: torch.Generator) -> Any:
-    """Return an input whose floating elements are a rounding away, of its own dtype or of one whose `eps` is larger."""
+    """Return an input with its floating elements moved by a rounding, of its dtype or by `eps`, whichever is larger."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
         return x
     moved, most = _copy(x), 2 * max(eps, torch.finfo(x.dtype).eps)

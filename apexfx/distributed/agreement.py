@@ -70,7 +70,7 @@ class Communication:
 
 @dataclass
 class _GroupState:
-    """What the ranks of one process group have done together, of all its models.
+    """What the ranks of one process group have done together, for all its models.
 
     Attributes:
         num_models: how many have compared something.
@@ -213,7 +213,7 @@ def _short(item: Any) -> str:
 
 
 def _differing_keys(a: Any, b: Any, rank: int) -> str:
-    """Name what differs between two mappings, or between what follows the same name: "lr: rank 0 has 0.1, rank 1 has 0.2"."""
+    """Name the keys in which two mappings differ, perhaps behind one name: "lr: rank 0 has 0.1, rank 1 has 0.2"."""
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == 2 and a[0] == b[0]:
         a, b = a[1], b[1]
     if not (isinstance(a, dict) and isinstance(b, dict)):

@@ -209,7 +209,7 @@ class _Run:
         return repr(wiring), list(operands)
 
     def _results(self, places: range) -> set[int]:
-        """Return the places in a copy of what it has to return."""
+        """Return the places of the nodes that a copy has to return."""
         results = set()
         for node in self._nodes[places.start:places.stop]:
             if all(self._place.get(user) in places for user in node.users):

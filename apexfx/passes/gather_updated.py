@@ -68,7 +68,7 @@ class GatherUpdated(Pass):
         return PassResult(gm, True)
 
     def _gather(self, update: fx.Node, rows: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Insert a gather at the end of the graph; return what starts it, and its wait with what lies behind."""
+        """Insert a gather at the end of the graph; return the nodes up to its start, and its wait with the nodes behind it."""
         graph, full_params, before = update.graph, [node.args[0] for node in rows], set(update.graph.nodes)
         with graph.inserting_before(graph.output_node()):
             inline(graph, _gathered, (rows, full_params, self.world_size, self.group_name), like=update)

@@ -55,7 +55,7 @@ class OutlineLayers(Pass):
         self._copies: dict[str, list[list[str]]] = {}
 
     def artifacts(self) -> dict[str, Any]:
-        """Return the nodes of each copy by the name of what repeats: those that a kernel of the subgraph computes."""
+        """Return the nodes of each copy by the name of the layers: a kernel of the subgraph computes those of all copies."""
         return {COPIES: self._copies}
 
     def call(self, gm: fx.GraphModule) -> PassResult:
@@ -171,7 +171,7 @@ def _replace(copy: Sequence[fx.Node], call: fx.Node, results: Sequence[fx.Node])
 
 
 def _names(repeat: Repeat, module_of: dict[str, str]) -> tuple[str, list[str]]:
-    """Return the name of what repeats, "blocks", and of each copy, "blocks.3": the module that most of its nodes are below."""
+    """Return the name of the layers, "blocks", and of each copy, "blocks.3": the module that holds most of its nodes."""
     found = [Counter() for _ in repeat.copies]
     for nodes in zip(*repeat.copies):
         paths = [module_of.get(node.name, "").split(".") for node in nodes]

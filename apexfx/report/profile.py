@@ -72,7 +72,7 @@ class Profile:
         device: whose time it is.
         plain_ms: what a step took before the profiler ran; median.
         step_ms: what each recorded step took.
-        times: a row a kernel, and those of what is unattributed; together they are a recorded step.
+        times: a row for each kernel, and for time of no kernel; together they are a recorded step.
         classes: module -> its class: layers of one class alone share a row.
     """
 
@@ -99,9 +99,9 @@ class Profile:
         return next(row for row in self.by_module() if row.name != COMMUNICATION) if computes else None
 
     def by_module(self) -> list[TimeRow]:
-        """Return the time by module; a kernel that computes for several is a row of its own; collectives are, too.
+        """Return the time by module. A kernel that computes for several modules is one row, and so are collectives.
 
-        What is of no submodule is a row an op: "model: aten.bmm".
+        Time of no submodule is a row for each op: "model: aten.bmm".
         """
         return self._table(lambda t: COMMUNICATION if t.kind == COMMUNICATION else
                            f"{_MODEL}: {_names(t.ops, t.kernel)}" if t.modules == ("",) else _paths(t.modules), key=self._like)

@@ -137,7 +137,7 @@ def sparse_gradient(name: str) -> ValueError:
 
 
 def calls_backward() -> RuntimeError:
-    """Return the error of an objective that adds to the `.grad` of what the step updates."""
+    """Return the error of an objective that adds to the `.grad` of parameters that the step updates."""
     return RuntimeError("apexfx: the objective or the model calls backward() itself, and what that adds to .grad is in no update "
                         "of the step; add that loss to the one that the objective returns. If it calls torch.autograd.grad(), "
                         "that needs create_graph=True")
@@ -162,7 +162,7 @@ def capture_errors(report: Report) -> Iterator[None]:
     """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors.
 
     Args:
-        report: of what was compiled.
+        report: the report of the step.
     """
     from .. import _torch_compilers as compilers
 
@@ -281,11 +281,11 @@ def _literal(text: str | None) -> str:
 
 
 def _not_one_graph(said: str, read: str = "") -> NotOneGraph:
-    """Return the error of a step that Dynamo refuses: what, at which line of the user's, and what to do.
+    """Return the error of a step that Dynamo refuses: why, at which line of the program, and what to write.
 
     Args:
         said: torch's text, which names the frames.
-        read: the stack of what has read the number that it cannot know.
+        read: the stack of the line that has read the number which Dynamo cannot know.
     """
     found, reason, advice = next((found, *row) for pattern, *row in _OBSTACLES if (found := pattern.search(said.strip())))
     reason = reason.format(*found.groups())
