@@ -364,6 +364,13 @@ def test_planted_differences(name):
     assert not found.is_right and "another update" in str(found) and "test_check_loop.py:" in found.reason
 
 
+def test_a_factor_that_clipping_hides_is_told():
+    options = {"accumulate": 2, "max_grad_norm": 0.1, "objective": lambda m, x, y: 100 * F.cross_entropy(m(x), y)}
+    found = check(sgd, functools.partial(accumulating, divisor=0.01, clip=0.1), options, {"batches": images(4)})
+    assert found.part == "gradient" and all(row.is_right for row in found.rows)
+    assert re.search(r"backward\(\)\n.* is 2 times that of the step, .*\. Both are clipped, which hides that", found.reason)
+
+
 GLOBAL = build()
 GLOBAL_STEP = apexfx.train_step(GLOBAL, F.cross_entropy, sgd(GLOBAL), opt_level="O0", inner="eager")
 SCHEDULE = torch.optim.lr_scheduler.ExponentialLR(GLOBAL_STEP.optimizer, 0.5)

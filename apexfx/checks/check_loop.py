@@ -262,10 +262,19 @@ class _Sides:
         differ = _errors(grads, loop.stepped)
         rows = tuple(LoopRow(name, differ.get(name, 0.0), error) for name, error in errors.items())
         if all(row.is_right for row in rows):
-            return LoopCheck(rows, "", number, "")
+            if (ratio := self._hidden_by_clipping(grads)) is None:
+                return LoopCheck(rows, "", number, "")
+            return LoopCheck(rows, "gradient", number, f"{loop.at_backward}\n{self._of_gradient(ratio)} Both are clipped, which "
+                                                       "hides that until one is shorter than max_grad_norm.")
         part, reason = self._where(losses, grads, all(e < TOLERANCE for e in differ.values()), options,
                                    [row.name for row in rows if not row.is_right])
         return LoopCheck(rows, part, number, reason)
+
+    def _hidden_by_clipping(self, grads: dict[str, Tensor]) -> float | None:
+        """Return how much longer the loop's gradient was than the step's, where clipping has made them one; else None."""
+        clips_alone = self._loop.wrote and all("clip_grad" in written for _, written in self._loop.wrote)
+        ratio = _ratio(self._loop.gradients, _unclipped(self._step, grads, _norm(grads))) if clips_alone else None
+        return None if ratio is None or _close(ratio, 1) else ratio
 
     def untried(self) -> str:
         """Say that nothing was clipped, where loop or step would, so that how they do was not compared."""
