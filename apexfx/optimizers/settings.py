@@ -21,8 +21,8 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # compared by value
 
 def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collection[str]] = {},
                 ) -> list[tuple[tuple[int | None, str], Any]]:
-    """Return ((place of a group, option), value) of the options of its groups, and ((None, name), value) of its other
-    attributes, of what a program has set on its parameters, and of variables of the program that its methods read.
+    """Return ((place of a group, option), value) for each option of a group, and ((None, name), value) for attributes of the
+    optimizer and its parameters, and for variables of the program that its methods read.
 
     Args:
         changing: the options of each group that are left out, as learning rates are.
@@ -66,7 +66,7 @@ def comparable_value(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
 
 
 def is_plain(value: Any, is_allowed: Callable[[Any], bool] = lambda _: False) -> bool:
-    """Return whether a value is made of numbers, texts, types and functions alone, and of what is allowed."""
+    """Return whether a value holds numbers, texts, types and functions alone, besides what is allowed."""
     if isinstance(value, (list, tuple, set, dict)):
         return all(is_plain(part, is_allowed) for part in (*value, *(value.values() if isinstance(value, dict) else ())))
     return value is None or is_allowed(value) or isinstance(value, (
