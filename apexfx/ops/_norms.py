@@ -48,7 +48,7 @@ class Norm:
         torch.library.register_autograd(f"apexfx::{self.name}", self._backward, setup_context=self._setup_context, lib=LIBRARY)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run the forward: by the op, or by what it is composed of under torch.func, whose jvp of an op is 0."""
+        """Run the forward: the op, or its reference under torch.func, whose jvp of an op is 0."""
         if not torch.compiler.is_compiling() and functorch_is_active():
             return self.reference(*arguments)
         return self._op("")(*arguments)

@@ -2,8 +2,8 @@
 
 A captured training step ends in it: it names the gradients, the parameters they belong to, and the slots, all other tensors that
 the end of a step reads and writes: an optimizer's state (masters included), learning rates, the loss scale. Passes so find them
-without guessing. What is done is a list of parts, of which the node carries the text; `optimizers/end_of_step.py` runs them, and
-the pass `unscale_clip_update` puts the ops that they run in the node's place. The count is that of a loss that is a `Mean`.
+without guessing. The node carries the text of a list of parts; `optimizers/end_of_step.py` runs them, and the pass
+`unscale_clip_update` puts the ops that they run in the node's place. The count belongs to a loss that is a `Mean`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def unless(skipped: Tensor, old: Tensor, new: Tensor) -> Tensor:
 
 
 def norm_dtype(grads: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype of the norm of `grads`, and of what they are multiplied with."""
+    """Return the dtype of the norm of `grads`, and of their factors."""
     return torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
 
 

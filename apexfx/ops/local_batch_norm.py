@@ -1,4 +1,4 @@
-"""Batch norm over the batch that is here: the pieces of `batch_norm` as one op forward and one backward.
+"""Batch norm over the batch that is here: the pieces of `batch_norm_stages` as one op forward and one backward.
 
     bn_forward   = bn_local_stats -> bn_global_stats -> bn_normalize
     bn_backward  = bn_backward_reduce -> bn_backward_elementwise, and the gradients of weight and bias

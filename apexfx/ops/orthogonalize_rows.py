@@ -7,7 +7,7 @@ Registered `CompositeImplicitAutograd`, so that passes see what communicates. Th
     wait -> orthogonalize_own              while other parts travel
     all_to_all_single -> wait              its rows back to each rank; `whole`, all of it to every rank: all_gather_into_tensor
 
-A rank sends 1/n of what a gather of all matrices sends, and as much again; `whole`, once such a gather.
+A rank sends twice 1/n of what it would send in a gather of all matrices; with `whole`, 1/n and one such gather.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """A sum over the ranks, of which each rank has its part of the derivative."""
+    """A sum over the ranks; its derivative is the sum of what each rank has of it."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, group: str) -> Tensor:

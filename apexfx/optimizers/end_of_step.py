@@ -61,7 +61,7 @@ class Verdict:
 class EndOfStep:
     """Everything that the parts of a step's end read and hand on to one another.
 
-    A part does not multiply gradients by a factor that the ops of an update take in their own pass over them: it hands that on.
+    Where the ops of an update can multiply gradients by a factor as they read them, a part hands on the factor instead.
 
     Attributes:
         params: the trained parameters, or this rank's rows of them where each rank updates rows.
@@ -77,7 +77,7 @@ class EndOfStep:
             measures it.
         replaced: whether a part has set other gradients.
         keeps_gradients: whether they leave the graph.
-        verdict: that of the parts that judge the gradients, which run before others read it.
+        verdict: set by the parts that judge the gradients, which run before others read it.
     """
 
     def __init__(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], slots: dict[str, Any],
@@ -174,7 +174,7 @@ class EndOfStep:
         return [None if g is None else self._unscaled(g.float() if g.dtype in HALVES else g) for g in self.grads]
 
     def set_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Have others in the place of what `gradients()` returned."""
+        """Replace the gradients with others, which are unscaled and clipped as `gradients()` returned them."""
         if [g is None for g in grads] != [g is None for g in self.grads]:
             raise ValueError("apexfx: a part of the step sets gradients of other parameters than have one; None stays None")
         self.grads, self.scale, self.inverse, self.clip, self.replaced = list(grads), None, None, None, True

@@ -21,8 +21,8 @@ PLAIN = (bool, int, float, str, torch.dtype, type(None))  # compared by value
 
 def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collection[str]] = {},
                 ) -> list[tuple[tuple[int | None, str], Any]]:
-    """Return ((place of a group, option), value) of the options of its groups, and ((None, name), value) of its other
-    attributes, of what a program has set on its parameters, and of variables of the program that its methods read.
+    """Return ((place of a group, option), value) for each option of a group, and ((None, name), value) for attributes of the
+    optimizer and its parameters, and for variables of the program that its methods read.
 
     Args:
         changing: the options of each group that are left out, as learning rates are.
@@ -31,7 +31,7 @@ def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collect
         settings = [((None, name), getattr(optimizer, name)) for name in getattr(optimizer, "own_options", ())]
     else:
         settings = [((None, name), value) for name, value in attributes_of_optimizer(optimizer).items()]
-        settings += [((None, f"{name} of its program"), value) for name, value in variables_of_program(optimizer)]
+        settings += [((None, f"{name} of its program"), read()) for name, read in variables_of_program(optimizer)]
         params = (p for group in optimizer.param_groups for p in group["params"])
         settings += [((None, f"params[{place}].{name}"), value) for place, p in enumerate(params)
                      for name, value in attributes_of_parameter(optimizer, p).items()]
@@ -47,8 +47,7 @@ def attributes_of_parameter(optimizer: torch.optim.Optimizer, p: Tensor) -> dict
 
 
 def reads_groups_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the steps of an optimizer read its groups and state alone (and `own_options`): its class is torch's or ours.
-    """
+    """Return whether steps read groups, state and `own_options` alone: those of torch's classes and ours do."""
     return type(optimizer).__module__.startswith(("torch.optim.", "apexfx."))
 
 
@@ -66,7 +65,7 @@ def comparable_value(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
 
 
 def is_plain(value: Any, is_allowed: Callable[[Any], bool] = lambda _: False) -> bool:
-    """Return whether a value is made of numbers, texts, types and functions alone, and of what is allowed."""
+    """Return whether a value holds numbers, texts, types and functions alone, besides what is allowed."""
     if isinstance(value, (list, tuple, set, dict)):
         return all(is_plain(part, is_allowed) for part in (*value, *(value.values() if isinstance(value, dict) else ())))
     return value is None or is_allowed(value) or isinstance(value, (
@@ -80,19 +79,23 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value) if is_plain(value) else value.copy() if type(value) in (dict, list, set) else value
 
 
-def variables_of_program(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
-    """Return (name, value) of the variables of modules, classes and closures that an optimizer reads, with None for an object."""
+def variables_of_program(optimizer: torch.optim.Optimizer) -> list[tuple[str, Callable[[], Any]]]:
+    """Return (name, function that reads it) of each variable of a module, class or closure that an optimizer may read.
+
+    The value of a variable that holds an object is None.
+    """
     held = tree_leaves([attributes_of_optimizer(optimizer), *({**group, "params": ()} for group in optimizer.param_groups)])
     functions = tuple(each for each in held if isinstance(each, types.FunctionType))
-    return [(name, value if is_plain(value := read()) else None) for name, read in _reads_of(type(optimizer), functions)]
+    return _variables_read_by(type(optimizer), functions)
 
 
 @functools.lru_cache(maxsize=32)  # no more: functions keep alive what they close over
-def _reads_of(cls: type[torch.optim.Optimizer], held: tuple[types.FunctionType, ...]) -> list[tuple[str, Callable[[], Any]]]:
-    """Return (name, function that reads it) of the variables that a class of a program and the functions held may read.
+def _variables_read_by(cls: type[torch.optim.Optimizer], held: tuple[types.FunctionType, ...],
+                       ) -> list[tuple[str, Callable[[], Any]]]:
+    """Return those that a class of a program, and functions that its optimizer holds, may read.
 
-    Looked at are its class attributes, its methods, and the functions of their module that they call; no property, no decorator,
-    no default argument, and no function inside of another one.
+    Looked at are its attributes, its methods, and the functions of their module that they call; no property, no decorator, no
+    default argument, and no function inside of another one.
     """
     of_classes = [(owner, name, value) for owner in cls.__mro__ for name, value in vars(owner).items()
                   if owner.__module__.partition(".")[0] not in ("torch", "apexfx", "builtins") and not name.startswith("__")]
@@ -100,10 +103,12 @@ def _reads_of(cls: type[torch.optim.Optimizer], held: tuple[types.FunctionType, 
     functions = [each for each in (*held, *(inspect.unwrap(value) for *_, value in of_classes)) if inspect.isfunction(each)]
     for function in functions:  # which grows
         variables, cells = function.__globals__, dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-        names = [each.argval for each in dis.get_instructions(function) if each.opname == "LOAD_GLOBAL"]  # attributes are others
+        # inspect.getclosurevars() has attributes, too: that of super().step() would be the variable of `for step in range(9)`.
+        names = [each.argval for each in dis.get_instructions(function) if each.opname == "LOAD_GLOBAL"]
         reads |= {(id(variables), name): functools.partial(variables.get, name) for name in names}
         reads |= {(id(cell), name): functools.partial(getattr, cell, "cell_contents") for name, cell in cells.items()}
         called = [*map(variables.get, names), *(cell.cell_contents for cell in cells.values())]
         functions += [each for each in called if inspect.isfunction(each) and each.__module__ == function.__module__
                       and each not in functions]
-    return [(name, read) for (_, name), read in reads.items() if not callable(read())]
+    return [(name, lambda read=read: value if is_plain(value := read()) else None)
+            for (_, name), read in reads.items() if not callable(read())]

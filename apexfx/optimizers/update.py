@@ -42,10 +42,10 @@ class Update:
     masters: list[Tensor] = field(default_factory=list)
     step: Tensor | None = None
     counts: bool = True
-    number_dtype: ClassVar[torch.dtype] = torch.float32  # of what the host sets, as a tensor
+    number_dtype: ClassVar[torch.dtype] = torch.float32  # of the tensors that the host sets
 
     def hyperparameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, number as the group has it) of what the host sets before each step."""
+        """Yield (name, number as the group has it) for each number that the host sets before a step."""
         yield "lr", self.group["lr"]
 
     def named(self) -> Iterator[tuple[Tensor, str, Tensor]]:

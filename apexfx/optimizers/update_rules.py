@@ -76,7 +76,7 @@ def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | Non
 
 def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels,
             changed: Mapping[int, Collection[str]], layout: Layout = WHOLE) -> list[Update | TracedUpdate]:
-    """Return the updates of a step of an optimizer of which `unsupported_reason` has nothing to say; missing state is made.
+    """Return the updates of a step of an optimizer that can update inside of the graph; make the state that is missing.
 
     Args:
         trained: ids of the parameters to update.

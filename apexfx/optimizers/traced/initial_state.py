@@ -97,8 +97,8 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
 
 def _first_step(cls: type, attributes: Mapping[str, Any], group: Mapping[str, Any], of_p: Mapping[str, Any], p: Tensor,
                 grad: Tensor, held: dict[str, Any], place: int = 0) -> list[Any]:
-    """Do a step on a copy of `p` that has the attributes `of_p` and the state `held`; return the copy, its state, and that of
-    torch's random numbers. In front of it are as many more copies as `place` says.
+    """Do a step on a copy of `p` that has the attributes `of_p` and the state `held`, behind `place` other copies; return it, its
+    state, and the state of torch's random numbers.
     """
     params = [as_parameter(p.clone().requires_grad_(), copied(of_p)) for _ in range(place + 1)]
     for each in params:
@@ -117,7 +117,7 @@ def _maker_of(step: Callable[..., list[Any]], like: Tensor, *, of_torch: bool) -
     """Return a function that makes the state of parameters like one, found by first steps on two that have other values.
 
     Args:
-        of_torch: whether state that both have alike is that of every parameter; else it may be so by chance, unless it is zeros.
+        of_torch: whether a value that both have is common to all parameters; if not, it may be a coincidence, unless it is 0.
 
     Raises:
         NotTraceable: a first step does something else than a step on that state would.

@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             if args[0].dtype == torch.bool:
                 return torch.SymBool(Condition(self, args[0]))
-            with self:  # by no view, of which each is another tensor
+            with self:  # not by a view: each is another tensor
                 return self.symbolic(aten.view_copy.default(args[0], []) if args[0].dim() else args[0])
         if func in _SAME:
             return args[0]

@@ -30,16 +30,17 @@ def run_step(shadow: torch.optim.Optimizer) -> None:
         CountsInProgram: it has changed a variable of its program.
         NotTraceable: it draws random numbers of Python.
     """
-    places, before = places_in_random(), comparable_value(variables_of_program(shadow), id)
+    places, variables = places_in_random(), variables_of_program(shadow)
+    before = [repr(comparable_value(read(), id)) for _, read in variables]
     try:
         with answering_programs():
             plain_step(type(shadow))(shadow)
     finally:
-        for (name, was), (_, now) in zip(before, comparable_value(variables_of_program(shadow), id)):
-            if repr(was) != repr(now):
+        for (name, read), was in zip(variables, before):
+            if repr(comparable_value(read(), id)) != was:
                 raise CountsInProgram(
                     f"apexfx: {type(shadow).__name__}.step() changes {name!r}, a variable of its module, class or closure, which "
-                    "is a constant of a graph; have it count in the state of a parameter, or in an attribute of the optimizer")
+                    "a graph would hold constant; have it count in the state of a parameter or on the optimizer (self.calls)")
     if places_in_random() != places:
         raise NotTraceable("draws random numbers of Python")
 

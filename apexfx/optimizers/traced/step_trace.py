@@ -50,7 +50,9 @@ def read_number(groups: Sequence[dict[str, Any]], place: Place) -> Any:
 
 
 def numbers_of(optimizer: torch.optim.Optimizer, changed: Mapping[int, Collection[str]]) -> dict[str, Place]:
-    """Return name -> place of the learning rates, and of what a schedule changes besides: "lr", "beta1.1" of the second group."""
+    """Return name -> place of the numbers that the graph takes: learning rates ("lr"), and others that a schedule changes
+    ("beta1.1" for the second group).
+    """
     named: dict[str, Place] = {}
     for place, group in enumerate(optimizer.param_groups):
         suffix = f".{place}" if place else ""
@@ -296,7 +298,7 @@ def _orthogonalized(gradient: Tensor, coefficients: tuple[float, float, float], 
 
 
 class SharedDiffer(Exception):
-    """What several parameters had in common differs after a step; `index` is that of the vector."""
+    """A number that several parameters have in common differs between them after a step; `index` says which."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)

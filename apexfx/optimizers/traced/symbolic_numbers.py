@@ -75,7 +75,7 @@ class Number:
     def guard_float(self, *_: Any) -> float:
         raise NotTraceable("needs a number on the host that the graph computes (float(), int(), a function of math)")
 
-    guard_int = trunc = guard_float
+    guard_int = trunc = ceil = round = guard_float
 
     def neg(self) -> Number:
         return self.trace.number(operator.neg, self)
@@ -88,12 +88,6 @@ class Number:
 
     def floor(self) -> Number:
         return self.trace.number(lambda x: x.floor() if isinstance(x, Tensor) else math.floor(x), self)
-
-    def ceil(self) -> Number:
-        return self.trace.number(lambda x: x.ceil() if isinstance(x, Tensor) else math.ceil(x), self)
-
-    def round(self, digits: Any = None) -> Number:
-        raise NotTraceable("rounds a number that the graph computes")
 
     def sym_float(self) -> Number:
         return self

@@ -1,4 +1,4 @@
-"""The update of all parameters of an optimizer by its own `step()`, and its state as the graph of a step has it."""
+"""The update of all parameters of an optimizer by its own `step()`, with the state that the graph of a step takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .step_trace import Place, SharedDiffer, StepTrace, numbers_of, read_number,
 
 @dataclass
 class TracedUpdate:
-    """An update of all parameters of an optimizer by its own `step()`: what the graph of a step asks an `Update`, too.
+    """An update of all parameters of an optimizer by its own `step()`, with the methods of an `Update`.
 
     Attributes:
         trace: the step.
