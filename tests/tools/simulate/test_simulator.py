@@ -20,7 +20,7 @@ from apexfx.parallel import convert_syncbn_model
 from apexfx.testing import tolerance
 from apexfx.tools.simulate.devices import DEVICES, Costs, Device, LinearCost
 from apexfx.tools.simulate.models import MODELS, load
-from apexfx.tools.simulate.network import PRESETS, Level, Link, Network
+from apexfx.tools.simulate.network import PRESETS, Level, Link, Network, flat
 from apexfx.tools.simulate.profile import Profile, Segment, analytic, combine, measured
 from apexfx.tools.simulate.simulator import best_bucket, plan_for, simulate
 from tests.tables import table
@@ -110,6 +110,23 @@ def test_every_prediction_adds_up(profile, costs, num_ranks, message_size):
     assert alone.exposed_s == pytest.approx(0.0, **CLOSE)
     bare = simulate(profile, free, num_ranks, config)
     assert bare.step_s == pytest.approx(profile.compute_s, **CLOSE)
+
+
+def test_a_hierarchy_reduces_inside_the_node_and_sends_one_share_between_nodes():
+    inner, outer = Link(1e-6, 100e9), Link(5e-6, 10e9)
+    network = Network((Level(inner, 4), Level(outer)), base_s=7e-6)
+    inside, between = 6 * (1e-6 + 2e6 / 100e9), 4 * (5e-6 + 2e6 / 3 / 10e9)  # rings of four, then of three
+    assert network.allreduce_seconds(8e6, 12) == pytest.approx(7e-6 + inside + between)
+    assert network.allreduce_seconds(8e6, 4) == pytest.approx(7e-6 + inside)
+    assert network.gather_seconds(8e6, 12) == pytest.approx(7e-6 + (inside + between) / 2) and network.gather_seconds(8e6, 1) == 0
+    of_six_levels = 2 * (6 * 3e-6 + 64 / 2e9)  # a tree
+    assert Network((Level(Link(3e-6, 2e9)),)).allreduce_seconds(64, 64) == pytest.approx(of_six_levels)
+
+
+def test_the_ranks_of_a_node_share_its_link():
+    inner, outer = flat(5e-6, 80e9, ranks_per_node=8).levels
+    assert (inner.ranks, inner.link, outer.link) == (8, PRESETS["nvlink4+ib400"].levels[0].link, Link(5e-6, 10e9))
+    assert flat(5e-6, 80e9) == Network((Level(Link(5e-6, 80e9)),))
 
 
 # ---- against the library in a fake process group ----------------------------------------------------------------------
