@@ -155,10 +155,10 @@ def written_and_moved(write, move):
 
 
 @table(1, "move, entry, level, start", [
-    (*row, place % 4) for place, row in enumerate(itertools.product(MOVES, ENTRIES[::-1], ("O0", "O1")))])
+    (*row, place % 6) for place, row in enumerate(itertools.product(MOVES, ENTRIES[::-1], ("O0", "O1")))])
 def test_memory_that_is_written_and_moved_within_itself(move, entry, level, start):
     few = batches()[:1 if level == "O1" else 2]  # in halves roundings grow from one to the next
-    changes = [written_and_moved(write, MOVES[move]) for write in [*WRITES.values()][start::4]]
+    changes = [written_and_moved(write, MOVES[move]) for write in [*WRITES.values()][start::6]]
     assert_as_eager(entry, with_memory(*changes), few, level)
 
 

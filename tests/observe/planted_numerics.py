@@ -67,10 +67,6 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def uniform(*shape: int, seed: int = 0) -> Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 # ---- faults ------------------------------------------------------------------------------------------------------------------
 
 
@@ -208,18 +204,6 @@ class NormWithKernel(nn.Module):
         return self.head(hidden * scale * self.gain) ** 3
 
 
-class PositionsInBfloat16(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("frequencies", torch.tensor([1.0, 0.6, 0.3, 0.15]))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, positions: Tensor) -> Tensor:
-        short = positions.to(torch.bfloat16)  # fault: cast_of_positions
-        angles = short.float().unsqueeze(-1) * self.frequencies
-        return self.head(torch.cat([angles.sin(), angles.cos()], -1))
-
-
 class Resolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +280,6 @@ O1, O2 = ({"opt_level": level, "dtype": torch.float16} for level in ("O1", "O2")
 O1_BFLOAT16 = {"opt_level": "O1", "dtype": torch.bfloat16}
 X, SEQUENCES = normal(BATCH, WIDTH), normal(BATCH, TOKENS, WIDTH)
 LABELS, FOUR = torch.arange(BATCH) % 4, normal(BATCH, 4, seed=1)
-LONG = torch.floor(5000 * uniform(BATCH, TOKENS))
 TOKEN_IDS = torch.arange(BATCH * TOKENS).reshape(BATCH, TOKENS)
 
 
@@ -315,7 +298,6 @@ _FAULTS = (
          ops=names("mul square pow mean")),
     Case("running_total", Consumption, (normal(BATCH, 48, 4), normal(BATCH, 3, seed=1)), F.mse_loss, ops=names("add")),
     Case("custom_op", NormWithKernel, (X, FOUR), F.mse_loss, ops=names("inverse_root planted_numerics::inverse_root")),
-    Case("cast_of_positions", PositionsInBfloat16, (LONG, normal(BATCH, TOKENS, 4, seed=1)), F.mse_loss, ops=CAST),
     Case("division_by_a_small_number", Resolution, (X, LABELS), F.cross_entropy, O2, names("div true_divide"), "backward"),
     Case("gradient_of_a_weight", ManyRows, (8 + normal(2048, 16),), weighted_sum, O1, MATMUL | {"linear_backward"}, "backward"),
 )
