@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from apexfx import amp
-from apexfx.amp._amp_state import _amp_state
 from apexfx.testing import assert_close
 
 B = torch.bfloat16
@@ -89,20 +88,6 @@ def test_other_modes_see_every_call():
     with outside:
         assert model(torch.randn(4, 8)).dtype == torch.float64
     assert outside.count == inside.count == 1
-
-
-def test_disabled_casts_and_a_deactivated_handle_reach_the_layers():
-    def use(layer, x):
-        seen.append(layer(x).dtype)
-        with amp.disable_casts():
-            seen.append(layer(x).dtype)
-
-    seen = []
-    model = initialised(Model(nn.Linear(8, 8), use))
-    model(torch.randn(4, 8))
-    _amp_state.handle._deactivate()
-    model(torch.randn(4, 8))
-    assert seen == [B, torch.float32, torch.float32, torch.float32]
 
 
 def test_a_layer_called_outside_the_model_is_not_cast():

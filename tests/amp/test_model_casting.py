@@ -74,11 +74,6 @@ def test_parameters_keep_their_identity_and_their_gradients_follow():
     assert model.conv.weight.grad.dtype == torch.bfloat16 and model.norm.weight.grad.dtype == torch.float32
 
 
-def test_cast_model_type_false_casts_nothing():
-    model = initialized(ConvNet(), "O3", cast_model_type=False)
-    assert model.conv.weight.dtype == torch.float32
-
-
 @pytest.mark.parametrize(("level", "options", "expected"), [
     ("O0", {}, torch.float32), ("O1", {}, torch.float32), ("O2", {}, torch.float32), ("O3", {}, torch.float32),
     ("O2", {"cast_model_outputs": torch.bfloat16}, torch.bfloat16), ("O1", {"cast_model_outputs": torch.float64}, torch.float64),

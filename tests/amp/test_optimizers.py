@@ -62,16 +62,6 @@ def test_the_methods_downstream_code_calls_do_an_iteration():
     assert torch.equal(master.grad, half.grad.float() / 8.0)
 
 
-def test_step_writes_the_model_and_drops_master_gradients():
-    model, optimizer = made()
-    backward(model, optimizer)
-    before = model.conv.weight.detach().clone()
-    optimizer.step()
-    master = optimizer.param_groups[0]["params"][0]
-    assert master.grad is None and not torch.equal(model.conv.weight, before)
-    assert torch.equal(model.conv.weight, master.bfloat16())
-
-
 def test_step_before_anything_else_works():
     model, optimizer = made()
     before = copy.deepcopy(model.state_dict())
@@ -241,19 +231,11 @@ def test_loading_a_model_after_initialize_reaches_the_masters():
 
 
 @pytest.mark.parametrize("through_data", [False, True])
-def test_edits_of_the_model_before_training_reach_the_masters(through_data):
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_edits_of_the_model_reach_the_masters(steps, through_data):
     model, optimizer = made()
-    with torch.no_grad():  # as a broadcast by a parallel wrapper would
-        (model.conv.weight.data if through_data else model.conv.weight).fill_(0.25)
-    train(model, optimizer, 1)
-    assert (model.conv.weight - 0.25).abs().max() < 0.2
-
-
-@pytest.mark.parametrize("through_data", [False, True])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_edits_of_the_model_during_training_reach_the_masters(steps, through_data):
-    model, optimizer = made()
-    train(model, optimizer, steps)
+    if steps:
+        train(model, optimizer, steps)
     master = optimizer.param_groups[0]["params"][0]
     with torch.no_grad():
         (model.conv.weight.data if through_data else model.conv.weight).clamp_(-0.1, 0.1)

@@ -116,11 +116,6 @@ def test_contradicting_overrides_raise_and_under_hard_override_are_warnings(leve
     assert printed.startswith("Warning:  ") and message in printed
 
 
-@pytest.mark.parametrize("value", [torch.float32, False])
-def test_o1_takes_float32_or_no_model_cast(value):
-    assert options("O1", cast_model_type=value).cast_model_type == value
-
-
 @pytest.mark.parametrize("value", [2, "yes", "true"])
 def test_keep_batchnorm_must_be_a_boolean(value):
     with pytest.raises(AssertionError, match="keep_batchnorm_fp32 must be"):
@@ -176,6 +171,7 @@ def test_counts_are_whole_numbers(value):
         ("O0", {"keep_batchnorm_fp32": True}), ("O0", {"cast_model_type": False}), ("O3", {"cast_model_type": False}),
         ("O2", {"master_weights": False}), ("O3", {"loss_scale": "dynamic"}), ("O3", {"keep_batchnorm_fp32": True}),
         ("O2", {"cast_model_type": False}), ("O2", {"cast_model_type": torch.bfloat16}),
+        ("O1", {"cast_model_type": torch.float32}), ("O1", {"cast_model_type": False}),
     ],
 )  # fmt: skip
 def test_accepted_without_a_word(level, given):

@@ -19,31 +19,9 @@ from tests.small_models import Model
 from tests.zoo import ZOO, Entry
 
 
-class OwnAttention(nn.Module):
-    """A mask by masked_fill with a float32 limit, einsum, a softmax method, cat and where."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.norm, self.out = nn.Linear(16, 48), nn.LayerNorm(16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        scores = torch.einsum("bqd,bkd->bqk", q, k) * 0.25
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(mask, torch.finfo(torch.float32).min).softmax(-1)
-        mixed = torch.where(x > 0, self.out(weights @ v), x)
-        return torch.cat([mixed, x], -1).mean(1)
-
-
 def perceptron(m, x):
     x = m.slope(F.gelu(m.a(x)) + 1.0)
     return F.log_softmax(m.b(F.dropout(x, 0.1, training=m.training)).clamp(-3, 3), -1)
-
-
-def tied():
-    model = Model(lambda m, x: m.out(m.embedding(x)), embedding=nn.Embedding(20, 8), out=nn.Linear(8, 20, bias=False))
-    model.out.weight = model.embedding.weight
-    return model
 
 
 def checkpointed(m, x):
@@ -56,8 +34,6 @@ def numbers(*shape):
 
 OWN = {
     "perceptron": Entry(lambda: Model(perceptron, a=nn.Linear(16, 32), b=nn.Linear(32, 4), slope=nn.PReLU()), numbers(16), None),
-    "tied": Entry(tied, lambda n: {"x": torch.randint(0, 20, (n, 5))}, None),
-    "own_attention": Entry(OwnAttention, numbers(5, 16), None),
     "on_the_host": Entry(lambda: Model(lambda m, x: m.b(m.a(x).cpu() * x.half().cpu()), a=nn.Linear(16, 16), b=nn.Linear(16, 16)),
                          numbers(16), None),
     "checkpointed": Entry(lambda: Model(checkpointed, a=nn.Linear(16, 16), b=nn.Linear(16, 16)), numbers(16), None),

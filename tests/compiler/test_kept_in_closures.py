@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import apexfx
+from tests.forms import drawn
 from tests.tables import table
-from tests.ways import WAYS
+from tests.ways import WAYS, check
 
 
 def recorder():
@@ -65,25 +66,6 @@ class Records(nn.Module):
         return h.mean() * (1 + sum(kept))
 
 
-def trained(way, form, inner):
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model = Records(form)
-    held, optimizer, options = model.held, torch.optim.SGD(model.parameters(), lr=0.1), {"opt_level": "O0", "inner": inner}
-    losses, batches = [], [torch.randn(8, 4) for _ in range(3)]
-    if way == "step":
-        step = apexfx.train_step(model, lambda loss: loss, optimizer, **options)
-        return [step(x) for x in batches], held
-    run = {"eager": lambda: model, "transform": lambda: apexfx.transform(model, **options),
-           "backend": lambda: torch.compile(model, backend="apex", options=options)}[way]()
-    for x in batches:
-        losses.append(run(x))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    return losses, held
-
-
 def numbers(held):
     if isinstance(held, dict):
         return {key: numbers(value) for key, value in held.items()}
@@ -95,7 +77,9 @@ CASES = [*((form, way, "eager") for form in FORMS for way in WAYS), *(("a call",
 
 @table(3, "form, way, inner", CASES)
 def test_what_is_kept_in_a_closure_is_as_in_eager(form, way, inner):
-    ours, of_eager = numbers(trained(way, form, inner)), numbers(trained("eager", form, inner))
+    models = []
+    check(way, lambda: models.append(Records(form)) or models[-1], lambda out, x: out, drawn(8, 4, count=3), "O0", inner=inner)
+    of_eager, ours = (numbers(model.held) for model in models)
     torch.testing.assert_close(ours, of_eager, rtol=1e-4, atol=1e-4)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import apexfx
 from tests.small_models import Model
 from tests.tables import table
+from tests.ways import WAYS, trained
 
 WRITES = {
     "add_": lambda t, x: t.add_(len(x)), "iadd": lambda t, x: t.__iadd__(1.5), "mul_": lambda t, x: t.mul_(0.5),
@@ -36,35 +37,23 @@ def model():
     return Model(forward, layer=nn.Linear(4, 4), scale=scale, **buffers)
 
 
-@table(1, "entry, level", [(entry, level) for level in ("O1", "O0", "O2") for entry in ("transform", "backend", "train_step")])
+@table(1, "entry, level", [(entry, level) for level in ("O1", "O0", "O2") for entry in WAYS])
 def test_every_form_of_a_write_stays(entry, level):
-    expected, x = model(), torch.randn(6, 4)
-    for _ in range(3):
-        expected(x)
-    written, options = model(), {"opt_level": level, "inner": "eager"}
-    if entry == "train_step":
-        run = apexfx.train_step(written, objective=lambda m, x: m(x), optimizer=torch.optim.SGD(written.parameters(), lr=0.1),
-                                **options)
-    elif entry == "transform":
-        run = apexfx.transform(written, **options)
-    else:
-        run = torch.compile(written, backend="apex", options=options)
-    for _ in range(3):
-        run(x)
-    for name, buffer in expected.named_buffers():
-        torch.testing.assert_close(written.get_buffer(name), buffer, msg=lambda text, name=name: f"{name}: {text}")
+    eager, ours = (trained(each, model, lambda out, x: out, [torch.ones(6, 4)] * 3, of).buffers
+                   for each, of in (("eager", "O0"), (entry, level)))
+    torch.testing.assert_close(ours, eager)
 
 
 @pytest.mark.long
 def test_gradients_of_a_float64_scalar_accumulate():
     losses = {}
     for accumulate in (1, 2):
-        trained = model()
-        step = apexfx.train_step(trained, objective=lambda m, x: m(x), optimizer=torch.optim.SGD(trained.parameters(), lr=0.1),
+        scaled = model()
+        step = apexfx.train_step(scaled, objective=lambda m, x: m(x), optimizer=torch.optim.SGD(scaled.parameters(), lr=0.1),
                                  opt_level="O0", inner="eager", accumulate=accumulate)
         for _ in range(accumulate):
             step(torch.ones(6, 4))
-        losses[accumulate] = copy.deepcopy(trained.scale.detach())
+        losses[accumulate] = copy.deepcopy(scaled.scale.detach())
     torch.testing.assert_close(losses[2], losses[1])
 
 

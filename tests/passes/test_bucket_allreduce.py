@@ -158,14 +158,6 @@ def test_divisors(options, factors, total):
     assert before == (1 if options.get("layout") == "ddp" or "gradient_predivide_factor" in options else 0)
 
 
-def test_delay_allreduce_starts_after_all_of_backward():
-    recorder = rewritten(two_layers(), torch.randn(4, 5), delay_allreduce=True)
-    text = format_graph(recorder.backward[0], only="mm|all_reduce|wait")
-    assert [line.split()[2].split("(")[0] for line in text.splitlines()] == [
-        "aten.mm.default", "aten.mm.default", "aten.mm.default", "_c10d_functional.all_reduce_.default",
-        "_c10d_functional.wait_tensor.default"]
-
-
 def test_options_name_everything_the_rewrite_depends_on(tmp_path):
     recorder = rewritten(two_layers(), torch.randn(4, 5), message_size=20)
     plan = recorder.passes[0].plan

@@ -168,3 +168,24 @@ def test_autocast_switched_off_is_a_region_without_rules():
     x = torch.randn(4, 4)
     _, recorder = run(f, x)
     assert [line.split("-> ")[1] for line in recorder.text("matmul").splitlines()] == ["bf16[4,4]", "f32[4,4]"]
+
+
+# Ops of which the CPU has no kernel of low precision, by the names that precision= takes.
+WITHOUT_KERNEL = {"cdist": lambda net, x: torch.cdist(net.a(x), net.a(x)), "pdist": lambda net, x: F.pdist(net.a(x))}
+
+
+@pytest.mark.parametrize("entry", ["transform", "train_step"])
+@pytest.mark.parametrize("name", WITHOUT_KERNEL)
+def test_an_op_without_a_kernel_is_named_with_the_option_that_is_for_it(name, entry):
+    def loss(**options):
+        model, options = Model(WITHOUT_KERNEL[name], a=nn.Linear(4, 4)), {"opt_level": "O2", "inner": "eager", **options}
+        if entry == "transform":
+            return apexfx.transform(model, **options)(torch.randn(3, 4)).float().sum()
+        return apexfx.train_step(model, lambda out: out.float().sum(), torch.optim.SGD(model.parameters(), lr=0.1),
+                                 **options)(torch.randn(3, 4))
+
+    with pytest.raises(NotImplementedError, match="not implemented for 'BFloat16'") as raised:
+        loss()
+    op, option = raised.value.__notes__
+    assert f"raised by aten._{name}_forward" in op and f"precision={{{name!r}: 'float32'}} computes it" in option
+    assert loss(precision={name: "float32"}).isfinite()

@@ -178,23 +178,6 @@ def test_masks_made_for_float32_neither_crash_nor_poison(level, half):
     assert out[..., 1, :].isfinite().all() and out[..., 1, :].abs().max() <= 2 * q.abs().max()
 
 
-def test_in_place_ops_match_their_own_tensor():
-    def f(x, y, w):
-        h = x @ w
-        kept = h.view(-1)
-        h += y
-        h.mul_(y)
-        h.exp_()
-        F.relu(h, inplace=True)
-        return kept, torch.add(y, y, out=torch.empty_like(h))
-
-    x, y, w = torch.randn(2, 4), torch.randn(2, 3), torch.randn(4, 3)
-    out, recorder = run(f, x, y, w)
-    for actual, expected in zip(out, f(x, y, w)):
-        assert_close(actual, expected, dtype=torch.bfloat16, scale=2)
-    assert {row["rule"] for row in recorder.casts() if row["tensor"] == "y"} == {"match_self"}
-
-
 def test_a_custom_op_gets_the_dtypes_it_was_written_for():
     @torch.library.custom_op("apexfxtest::picky", mutates_args=())
     def picky(x: torch.Tensor) -> torch.Tensor:
@@ -248,15 +231,3 @@ def test_a_cast_under_no_grad_and_graph_breaks_keep_dtypes():
         (out, dtype), recorder = run(f, x, w, level=level)
         assert out.dtype == dtype == torch.float32 and len(recorder.graphs) == 2
         assert_close(out, x @ w @ w, dtype=torch.bfloat16, scale=4)
-
-
-@table(1, "level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("forward", [
-    lambda m, x: m.fc(torch.vmap(lambda row: torch.softmax(F.linear(row, m.fc.weight), 0))(x)),
-    lambda m, x: torch.vmap(torch.func.grad(lambda row: m.fc(torch.tanh(m.fc(row))).square().sum()))(x),
-    lambda m, x: torch.func.jvp(lambda v: torch.tanh(m.fc(v)), (x,), (2 * x,))[1],
-])
-def test_inside_of_a_function_transform_nothing_is_cast(forward, level):
-    model, x = Model(forward, fc=nn.Linear(4, 4)), torch.randn(3, 4)
-    out, _ = run(model, x, level=level)
-    assert_close(out, model(x), dtype=torch.bfloat16, scale=4)

@@ -95,17 +95,6 @@ def test_starts_move_up_and_waits_move_down():
                              "wait_tensor_default_1"]
 
 
-def test_collectives_keep_their_order_even_where_the_second_is_ready_first():
-    b = Builder()
-    chain = b.inputs[0]
-    for _ in range(3):
-        chain = b.op(aten.sin.default, chain)
-    first = b.all_reduce(chain)
-    second = b.all_reduce(b.inputs[0])
-    order = scheduled(b.module(b.wait(second), b.wait(first)))
-    assert [n for n in order if n.startswith("all_reduce")] == ["all_reduce__default", "all_reduce__default_1"]
-
-
 def test_delayed_collectives_keep_their_order():
     b = Builder()
     first = b.wait(b.all_reduce(b.inputs[0]))
@@ -131,19 +120,6 @@ def test_a_wait_on_the_critical_path_comes_after_the_work_that_was_there_before_
         "mul_tensor", "add_tensor", "add_tensor_1", "clone_default_1", "all_reduce__default_1",
         "neg_default", "add_tensor_2", "clone_default_2", "all_reduce__default_2",
         "wait_tensor_default_1", "wait_tensor_default_2"]
-
-
-def test_recomputed_activations_are_not_pulled_in_front_of_an_earlier_wait():
-    b = Builder()
-    x = b.inputs[0]
-    value, recomputed = x, []
-    for _ in range(3):  # each step needs its own recomputed activation, made right before it
-        reduced = b.wait(b.all_reduce(value))
-        recomputed.append(b.op(aten.exp.default, x))
-        value = b.op(aten.mul.Tensor, reduced, recomputed[-1])
-    order = scheduled(b.module(value))
-    for index, node in enumerate(recomputed[1:], start=1):
-        assert order.index(node.name) > order.index(f"wait_tensor_default{f'_{index - 1}' if index > 1 else ''}")
 
 
 def test_nothing_crosses_a_mutation():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -167,15 +165,6 @@ def test_a_step_that_fails_leaves_the_code_as_it_was():
     assert all("apexfx_spans" not in type(ref()).forward.__code__.co_names for ref in model.report.graphs[0].running)
 
 
-def test_names_stay_text(tmp_path):
-    name = '<script>alert("1")</script>'
-    time = KernelTime(kernel=name, kind="compute", ms=1.0, graph=0, modules=(name,), ops=(name,), passes=("",), lines=(name,))
-    profile = Profile("cpu", 1.0, (1.0,), (time,))
-    assert str(profile).count(name) == 3
-    profile.to_json(tmp_path / "profile.json")
-    assert json.loads((tmp_path / "profile.json").read_text())["times"][0]["modules"] == [name]
-
-
 def test_equal_layers_are_a_row_that_says_which_one_takes_most():
     def row(path, ms):
         return KernelTime(kernel=path, kind="compute", ms=ms, graph=0, modules=(path,), ops=("mm",), passes=("",))
@@ -185,16 +174,6 @@ def test_equal_layers_are_a_row_that_says_which_one_takes_most():
     assert [(r.name, r.number, r.ms, r.most) for r in rows] == [
         ("blocks.{0..3}.mlp.0", 4, 13.0, "blocks.2.mlp.0"), ("blocks.{0..3}.mlp.2", 4, 4.0, "blocks.0.mlp.2")]
     assert "blocks.{0..3}.mlp.0, 10.000 of it blocks.2.mlp.0" in str(Profile("cpu", 17.0, (17.0,), times))
-
-
-@pytest.mark.long
-def test_layers_of_two_classes_are_two_rows():
-    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
-    step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=1e-3), opt_level="O0", inner="eager")
-    profile = step.report.profile(step, *BATCH, num_steps=1, num_warmup=0)
-    check_sums(profile)
-    assert {"{0, 2, 4}", "{1, 3}"} <= {row.name for row in profile.by_module()}, profile
-    assert not any("torch.note" in t.ops and t.modules != ("the update",) for t in profile.times)
 
 
 class Reused(nn.Module):
@@ -208,26 +187,14 @@ class Reused(nn.Module):
         return self.b(x)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-        self.c.weight = self.a.weight
-
-    def forward(self, x):
-        return self.c(self.b(self.a(x)).tanh())
-
-
 PRODUCTS = {"aten.mm", "aten.addmm", "torch.linear"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("net, accumulate, counts", [
-    (Reused(), 1, {"a": 3 + 3 + 2, "b": 3}), (Reused(), 2, {"a": 2 * (3 + 3 + 2), "b": 2 * 3}),
-    (Tied(), 1, {"a": 2, "b": 3, "c": 3}),
-], ids=["reused", "accumulated", "tied"])  # fmt: skip
+@pytest.mark.parametrize("accumulate", [1, 2])
 @table(1, "inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_products_of_a_module_that_is_reused_are_counted_for_it(net, accumulate, counts, inner):
+def test_products_of_a_module_that_is_reused_are_counted_for_it(accumulate, inner):
+    net = Reused()
     step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=1e-3), opt_level="O0", inner=inner,
                              accumulate=accumulate)
     profile = step.report.profile(step, *BATCH, num_steps=2, num_warmup=2)
@@ -236,7 +203,8 @@ def test_products_of_a_module_that_is_reused_are_counted_for_it(net, accumulate,
     for t in profile.times:
         if set(t.ops) & PRODUCTS:
             calls[" + ".join(t.modules)] = calls.get(" + ".join(t.modules), 0) + t.calls
-    assert calls == pytest.approx(counts), "forward, gradient of the weight, gradient of the input where there is one"
+    # Forward, gradient of the weight, gradient of the input where there is one.
+    assert calls == pytest.approx({"a": accumulate * (3 + 3 + 2), "b": accumulate * 3})
     sums = {path for t in profile.times if t.ops == ("aten.add",) for path in t.modules}
     assert sums <= {"a", "the update"}, "of a parameter's gradients, and with those of earlier calls"
 

@@ -17,12 +17,6 @@ def rows(timeline, track):
     return [(event.name, event.begin, event.end) for event in timeline.track(track)]
 
 
-def test_a_collective_hides_behind_compute_and_the_rest_is_waited_for():
-    timeline = run([Work("a", F(2)), Start("bucket 0", F(5)), Work("b", F(3)), Wait("bucket 0"), Work("c", F(1))])
-    assert rows(timeline, "compute") == [("a", 0, 2), ("b", 2, 5), ("bucket 0", 5, 7), ("c", 7, 8)]
-    assert rows(timeline, "communication") == [("bucket 0", 2, 7)]
-
-
 def test_two_channels_share_the_network():
     timeline = run([Start("x", F(3)), Start("y", F(1), 1), Wait("x"), Wait("y")])
     assert rows(timeline, "communication") == [("y", 0, 2), ("x", 0, 4)]
@@ -58,10 +52,6 @@ def programs(draw):
     return program
 
 
-def scaled(program, factor):
-    return [Start(t.name, t.seconds * factor, t.channel) if isinstance(t, Start) else t for t in program]
-
-
 @any_speed
 @given(programs(), RATES, RATES)
 def test_every_timeline_is_one(program, compute_rate, network_rate):
@@ -80,21 +70,6 @@ def test_every_timeline_is_one(program, compute_rate, network_rate):
         assert sorted(event.name for event in sent) == sorted(issued)
         ends = {event.name: event.end for event in sent}
         assert [ends[name] for name in issued] == sorted(ends.values()), "in the order of starting"
-
-
-@any_speed
-@given(programs())
-def test_a_free_network_leaves_compute_alone(program):
-    timeline = run(scaled(program, 0))
-    assert timeline.seconds == sum(task.seconds for task in program if isinstance(task, Work))
-    assert all(event.kind != "wait" for event in timeline.events)
-
-
-@any_speed
-@given(programs(), st.fractions(0, 1, max_denominator=8))
-def test_a_faster_network_is_never_slower(program, factor):
-    one_channel = [Start(t.name, t.seconds) if isinstance(t, Start) else t for t in program]
-    assert run(scaled(one_channel, factor)).seconds <= run(one_channel).seconds
 
 
 def test_the_picture_shows_two_tracks():
