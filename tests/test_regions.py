@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 
 import pytest
@@ -12,13 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import apexfx
-from apexfx import amp
+from tests import ways
 from tests.amp.amp_cases import fresh_state
 from tests.small_models import Model
 from tests.tables import table
 
-WAYS, LEVELS = ("transform", "backend", "step", "amp"), ("O1", "O2", "O3", "O0")
+WAYS, LEVELS = (*ways.WAYS, "amp"), ("O1", "O2", "O3", "O0")
 MASK = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).bool().triu(1), torch.finfo(torch.float32).min)
 
 
@@ -30,33 +28,11 @@ def _fresh_amp():
 
 
 def moved(way, forward, level="O0", **options):
-    """Return how far each parameter went in a step by one way; way "eager" is plain torch."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4))
-    x, optimizer = torch.randn(4, 4), torch.optim.SGD(model.parameters(), lr=16.0)  # far beyond the roundings of half parameters
-    options = {"opt_level": level, "inner": "eager", **({} if level == "O0" else {"dtype": torch.bfloat16}), **options}
+    def make():
+        return Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4))
 
-    def objective(model, x):
-        return model(x).float().pow(2).mean()
-
-    if way == "step":
-        update = apexfx.train_step(model, optimizer=optimizer, objective=objective, **options)
-    else:
-        run = {"eager": lambda: model, "transform": lambda: apexfx.transform(model, **options),
-               "backend": lambda: torch.compile(model, backend="apex", options=options),
-               "amp": lambda: amp.initialize(model, optimizer, opt_level=level, dtype=options.get("dtype"), loss_scale=1.0,
-                                            verbosity=0)[0]}[way]()
-
-        def update(x):
-            loss = objective(run, x)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) if way == "amp" else contextlib.nullcontext(loss) as loss:
-                loss.backward()
-            optimizer.step()
-    start = copy.deepcopy(model.state_dict())
-    update(x)
-    return {name: p.detach().double() - start[name].double() for name, p in model.named_parameters()}
+    # Far beyond the roundings of half parameters.
+    return ways.moved(way, make, lambda out: out.pow(2).mean(), (4, 4), level, lr=16.0, **options)
 
 
 def check(way, form, level, **options):

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import apexfx
 from tests.tables import table
-from tests.ways import WAYS, check
+from tests.ways import WAYS, check, updates
 
 
 class Masked(nn.Module):
@@ -89,8 +88,7 @@ def test_inductor_writes_so_too(form, way):
 
 def test_one_graph_is_for_any_number_of_rows():
     model = Masked(all_of_them)
-    step = apexfx.train_step(model, objective=lambda model, *batch: squares(model(batch), batch), opt_level="O0", inner="eager",
-                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), verify="each")
+    step = updates("step", model, lambda model, *batch: squares(model(batch), batch), verify="each")
     for batch in batches():
         step(*batch)
     assert len(step.report.graphs) == 1
@@ -118,17 +116,6 @@ def test_a_derivative_inside_of_the_loss_counts_rows_too(write):
     results = []
     for way in ("eager", "step"):
         torch.manual_seed(0)
-        model = Masked(write)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        if way == "step":
-            step = apexfx.train_step(model, objective=loss, optimizer=optimizer, opt_level="O0", inner="eager")
-            results.append([float(step(batch)) for batch in checked])
-            continue
-        results.append([])
-        for batch in checked:
-            optimizer.zero_grad()
-            value = loss(model, batch)
-            value.backward()
-            optimizer.step()
-            results[0].append(value.item())
+        update = updates(way, Masked(write), loss, lr=1e-3)
+        results.append([update(batch) for batch in checked])
     torch.testing.assert_close(*results)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
-import apexfx
 from tests.small_models import Model
 from tests.tables import table
+from tests.ways import WAYS, updates
 
 WRITES = {
     "add_": lambda t, x: t.add_(len(x)), "iadd": lambda t, x: t.__iadd__(1.5), "mul_": lambda t, x: t.mul_(0.5),
@@ -36,45 +35,24 @@ def model():
     return Model(forward, layer=nn.Linear(4, 4), scale=scale, **buffers)
 
 
-@table(1, "entry, level", [(entry, level) for level in ("O1", "O0", "O2") for entry in ("transform", "backend", "train_step")])
-def test_every_form_of_a_write_stays(entry, level):
-    expected, x = model(), torch.randn(6, 4)
+@table(1, "way, level", [(way, level) for level in ("O1", "O0", "O2") for way in WAYS])
+def test_every_form_of_a_write_stays(way, level):
+    expected, written, x = model(), model(), torch.randn(6, 4)
+    update = updates(way, written, lambda m, x: m(x), opt_level=level)
     for _ in range(3):
         expected(x)
-    written, options = model(), {"opt_level": level, "inner": "eager"}
-    if entry == "train_step":
-        run = apexfx.train_step(written, objective=lambda m, x: m(x), optimizer=torch.optim.SGD(written.parameters(), lr=0.1),
-                                **options)
-    elif entry == "transform":
-        run = apexfx.transform(written, **options)
-    else:
-        run = torch.compile(written, backend="apex", options=options)
-    for _ in range(3):
-        run(x)
+        update(x)
     for name, buffer in expected.named_buffers():
         torch.testing.assert_close(written.get_buffer(name), buffer, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.long
 def test_gradients_of_a_float64_scalar_accumulate():
-    losses = {}
+    scales = []
     for accumulate in (1, 2):
         trained = model()
-        step = apexfx.train_step(trained, objective=lambda m, x: m(x), optimizer=torch.optim.SGD(trained.parameters(), lr=0.1),
-                                 opt_level="O0", inner="eager", accumulate=accumulate)
+        update = updates("step", trained, lambda m, x: m(x), accumulate=accumulate)
         for _ in range(accumulate):
-            step(torch.ones(6, 4))
-        losses[accumulate] = copy.deepcopy(trained.scale.detach())
-    torch.testing.assert_close(losses[2], losses[1])
-
-
-def test_beside_a_float_that_changes_a_write_is_refused():
-    def forward(m, x, factor):
-        m.seen.add_(1)
-        return m.layer(x).sum() * factor
-
-    run = apexfx.transform(Model(forward, layer=nn.Linear(4, 4), seen=nn.Buffer(torch.zeros((), dtype=torch.float64))),
-                           opt_level="O0", inner="eager")
-    run(torch.ones(2, 4), 0.5)
-    with pytest.raises(ValueError, match="'seen', a float64 tensor of no dimension"):
-        run(torch.ones(2, 4), 0.25)
+            update(torch.ones(6, 4))
+        scales.append(trained.scale.detach())
+    torch.testing.assert_close(*scales)

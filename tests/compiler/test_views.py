@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import apexfx
 from apexfx.testing import tolerance
 from tests.small_models import Model
 from tests.tables import table
-
-WAYS, LEVELS = ("transform", "backend", "step"), ("O0", "O1", "O2", "O3")
+from tests.ways import LEVELS, WAYS, moved
 
 
 def split(m, x):
@@ -63,30 +61,16 @@ FORMS = {
 }
 
 
-def moved(way, forward, level="O0", **options):
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model = Model(forward, norm=nn.BatchNorm1d(8), norm2d=nn.BatchNorm2d(8), q=nn.Linear(8, 8), out=nn.Linear(4, 4),
-                  convolution=nn.Conv1d(8, 8, 3, padding=1), recurrent=nn.GRU(8, 8, batch_first=True))
-    x, optimizer = torch.randn(3, 6, 8), torch.optim.SGD(model.parameters(), lr=1.0)
-    start = {name: p.detach().double() for name, p in model.named_parameters()}
-    options = {"opt_level": level, "inner": "eager", **({} if level == "O0" else {"dtype": torch.bfloat16}), **options}
-
-    def objective(model, x):
-        return (model(x).float() * 3).pow(2).mean()
-
-    if way == "step":
-        apexfx.train_step(model, optimizer=optimizer, objective=objective, **options)(x)
-    else:
-        run = {"eager": lambda: model, "transform": lambda: apexfx.transform(model, **options),
-               "backend": lambda: torch.compile(model, backend="apex", options=options)}[way]()
-        objective(run, x).backward()
-        optimizer.step()
-    return torch.cat([(p.detach().double() - start[name]).flatten() for name, p in model.named_parameters()])
-
-
 def check(way, form, level, **options):
-    expected, got = moved("eager", form), moved(way, form, level, **options)
+    def make():
+        return Model(form, norm=nn.BatchNorm1d(8), norm2d=nn.BatchNorm2d(8), q=nn.Linear(8, 8), out=nn.Linear(4, 4),
+                     convolution=nn.Conv1d(8, 8, 3, padding=1), recurrent=nn.GRU(8, 8, batch_first=True))
+
+    def went(*args, **options):
+        by_name = moved(*args, lr=1.0, make=make, loss=lambda out: (out * 3).pow(2).mean(), shape=(3, 6, 8), **options)
+        return torch.cat([each.flatten() for each in by_name.values()])
+
+    expected, got = went("eager"), went(way, level=level, **options)
     assert (got - expected).norm() <= (tolerance(torch.float32)["rtol"] * 8 if level == "O0" else 0.1) * expected.norm()
 
 
