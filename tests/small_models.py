@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,3 +42,16 @@ def branching(loss_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return loss * 2 if loss.item() > 1000 else loss
 
     return objective
+
+
+def take_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
+    """Do what a loop does with a loss; return it, detached."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def train_on(step: Callable[..., Any], data: Iterable[Any]) -> list[Any]:
+    """Call a step with each batch; return what it returns."""
+    return [step(*batch) for batch in data]

@@ -15,7 +15,6 @@ from torch import nn
 import apexfx
 from tests.backward_graphs import TwoGraphs
 from tests.tables import table
-from tests.test_transform import gradients_of_leaves
 
 OPTIONS = {"opt_level": "O0", "inner": "eager"}
 
@@ -58,18 +57,6 @@ def test_a_compiled_model_that_has_run_is_copied_and_saved():
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         torch._dynamo.reset()
         assert torch.equal(other(x), before) and apexfx.last_report() is not report and len(report.graphs) == 1
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["the model", "the loss too"])
-def test_leaves_that_are_not_the_models_get_the_gradients_of_the_source(whole):
-    def compiled(model, loss):
-        if whole:
-            return torch.compile(lambda x, t: loss(model(x), t), backend="apex", options=dict(OPTIONS))
-        model = torch.compile(model, backend="apex", options=dict(OPTIONS))
-        return lambda x, t: loss(model(x), t)
-
-    expected = gradients_of_leaves(lambda model, loss: lambda x, t: loss(model(x), t))
-    torch.testing.assert_close(gradients_of_leaves(compiled), expected, rtol=0, atol=0)
 
 
 class Recurrent(nn.Module):

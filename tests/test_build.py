@@ -39,7 +39,6 @@ print(*[library.loaded for library in ops.LIBRARIES], ops.LIBRARIES[0].reason)
 """
 
 
-
 def csrc_module(name):
     """Import a file of csrc, which is no package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"csrc/{name}.py")
@@ -317,18 +316,15 @@ def test_what_nothing_can_be_compiled_without(monkeypatch):
     assert not names and "torch is not importable" in sentence
 
 
-@pytest.mark.parametrize(
-    "choice,torch_cuda,nvcc,version,names,sentence",
-    [
-        ("auto", None, "nvcc", (13, 0), ["_C_cpu"], ""),
-        ("auto", "13.0", "nvcc", (13, 0), ["_C_cpu", "_C_cuda"], ""),
-        ("auto", "13.0", None, None, ["_C_cpu"], "nvcc was not found"),
-        ("auto", "12.8", "nvcc", (13, 0), ["_C_cpu"], "nvcc is CUDA 13 but torch is CUDA 12.8"),
-        ("0", "13.0", "nvcc", (13, 0), ["_C_cpu"], ""),
-        ("1", None, "nvcc", (13, 0), ["_C_cpu", "_C_cuda"], ""),
-        ("1", None, None, None, ["_C_cpu"], "nvcc was not found"),
-    ],
-)
+@pytest.mark.parametrize("choice,torch_cuda,nvcc,version,names,sentence", [
+    ("auto", None, "nvcc", (13, 0), ["_C_cpu"], ""),
+    ("auto", "13.0", "nvcc", (13, 0), ["_C_cpu", "_C_cuda"], ""),
+    ("auto", "13.0", None, None, ["_C_cpu"], "nvcc was not found"),
+    ("auto", "12.8", "nvcc", (13, 0), ["_C_cpu"], "nvcc is CUDA 13 but torch is CUDA 12.8"),
+    ("0", "13.0", "nvcc", (13, 0), ["_C_cpu"], ""),
+    ("1", None, "nvcc", (13, 0), ["_C_cpu", "_C_cuda"], ""),
+    ("1", None, None, None, ["_C_cpu"], "nvcc was not found"),
+])
 def test_when_the_cuda_library_is_built(monkeypatch, choice, torch_cuda, nvcc, version, names, sentence):
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     monkeypatch.setattr(compile_ops, "find_nvcc", lambda: nvcc)
@@ -368,8 +364,7 @@ def test_messages_of_a_library_with_a_libstdcxx_of_its_own(tmp_path):
     units = [f"csrc/cpu/{name}.cpp" for name in ("norm", "norm_rows", "convert")]
     compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
     compiler.chmod(0o755)
-    status, output = run([sys.executable, "csrc/compile_ops.py", "--only", *units, "--out", str(library)],
-                         CXX=str(compiler))  # fmt: skip
+    status, output = run([sys.executable, "csrc/compile_ops.py", "--only", *units, "--out", str(library)], CXX=str(compiler))
     assert status == 0, output
     program = ("import sys, torch\nimport apexfx.ops\ntorch.ops.load_library(sys.argv[1])\n"
                "torch.ops.apexfx.layer_norm.default(torch.ones(3), None, None, 5, 0.5)")  # fmt: skip

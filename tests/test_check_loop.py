@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import apexfx
-from tests.small_models import Temperature
+from tests.small_models import Temperature, train_on
 from tests.tables import table
 
 IGNORED = -100
@@ -441,8 +441,7 @@ def test_parameters_of_a_loss_are_refused():
 def test_goes_on_from_the_state_of_a_run():
     """Of an optimizer with moments, after steps: counts and moments are copied, and cast."""
     step = make(adamw, {"max_grad_norm": 0.1})
-    for batch in images():
-        step(*batch)
+    train_on(step, images())
     assert apexfx.check_loop(step, CLIPPED, iter(images())).is_right
 
 

@@ -91,8 +91,7 @@ def test_the_module_runs_as_a_program(capsys, monkeypatch):
 
 def test_demo_without_scikit_learn_says_what_to_install(capsys, monkeypatch, tmp_path):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec",
-                        lambda name, *rest: None if name == "sklearn" else find_spec(name, *rest))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "sklearn" else find_spec(name, *rest))
     status, _, err = run(capsys, "demo", "--out", str(tmp_path))
     assert status == 2 and "pip install scikit-learn" in err
 

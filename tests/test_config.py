@@ -55,76 +55,67 @@ def test_all_options_of_a_step_are_led_to_it():
             TransformConfig.from_options({key: True})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sync_bn": 1}, "sync_bn=1 .*expected True or False"),
-        ({"dtype": torch.float64}, "dtype=torch.float64 .*expected torch.float16, torch.bfloat16, 'float16', 'bfloat16' or None"),
-        ({"dtype": "float32"}, "dtype='float32' .*expected torch.float16"),
-        ({"ddp": "yes"}, "ddp='yes' .*expected True, False or a BucketConfig"),
-        ({"passes": "mine"}, "passes='mine' .*expected a list or tuple"),
-        ({"skip": [1]}, "expected names of passes"),
-        ({"inner_options": True}, "inner_options=True .*expected a mapping of names to values"),
-        ({"inner_options": {"cpp_wrapper": 1}}, r"inner_options\['cpp_wrapper'\]=1 .*expected True or False"),
-        ({"inner_options": {"cpp.simdlen": len}}, "expected a number, a text, True, False or None"),
-        ({"inner_options": {"cpp.threads": "4"}}, r"\['cpp.threads'\]='4' \(str\) was given, expected a whole number"),
-        ({"inner_options": {"cpp.threads": True}}, "expected a whole number"),
-        ({"opt_level": "O2", "keep_batchnorm_fp32": 1}, "expected True, False or None"),
-        ({"process_group": "0", "sync_bn": True}, "expected a torch.distributed.ProcessGroup"),
-        ({"precision": ["x"]}, "expected a mapping"),
-        ({"precision": torch.nn.Sequential(torch.nn.ReLU())}, r"precision=Sequential\(\.\.\.\) .*expected a mapping"),
-        ({"sync_bn": torch.ones(2, 2)}, r"sync_bn=Tensor\(\.\.\.\) \(Tensor\) .*expected True or False"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"sync_bn": 1}, "sync_bn=1 .*expected True or False"),
+    ({"dtype": torch.float64}, "dtype=torch.float64 .*expected torch.float16, torch.bfloat16, 'float16', 'bfloat16' or None"),
+    ({"dtype": "float32"}, "dtype='float32' .*expected torch.float16"),
+    ({"ddp": "yes"}, "ddp='yes' .*expected True, False or a BucketConfig"),
+    ({"passes": "mine"}, "passes='mine' .*expected a list or tuple"),
+    ({"skip": [1]}, "expected names of passes"),
+    ({"inner_options": True}, "inner_options=True .*expected a mapping of names to values"),
+    ({"inner_options": {"cpp_wrapper": 1}}, r"inner_options\['cpp_wrapper'\]=1 .*expected True or False"),
+    ({"inner_options": {"cpp.simdlen": len}}, "expected a number, a text, True, False or None"),
+    ({"inner_options": {"cpp.threads": "4"}}, r"\['cpp.threads'\]='4' \(str\) was given, expected a whole number"),
+    ({"inner_options": {"cpp.threads": True}}, "expected a whole number"),
+    ({"opt_level": "O2", "keep_batchnorm_fp32": 1}, "expected True, False or None"),
+    ({"process_group": "0", "sync_bn": True}, "expected a torch.distributed.ProcessGroup"),
+    ({"precision": ["x"]}, "expected a mapping"),
+    ({"precision": torch.nn.Sequential(torch.nn.ReLU())}, r"precision=Sequential\(\.\.\.\) .*expected a mapping"),
+    ({"sync_bn": torch.ones(2, 2)}, r"sync_bn=Tensor\(\.\.\.\) \(Tensor\) .*expected True or False"),
+])
 def test_wrong_type(options, message):
     with pytest.raises(TypeError, match=message):
         TransformConfig.from_options(options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"opt_level": "O1", "keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True needs opt_level O2 or O3"),
-        ({"opt_level": "O0", "dtype": "bfloat16"}, "dtype=torch.bfloat16 .*opt_level='O0', which casts nothing to it; 'O1'"),
-        ({"ddp": True}, "init_process_group"),
-        ({"inner": "tvm"}, "inner='tvm' was given, expected one of 'inductor'"),
-        ({"verify": True}, "verify=True was given"),
-        ({"inner_options": {"cpp_wraper": True}}, "'cpp_wraper', which is no option of Inductor's.*; did you mean 'cpp_wrapper'"),
-        ({"inner_options": {"post_grad_custom_post_pass": None}}, "give passes="),
-        ({"inner_options": {"triton.cudagraphs": True}}, "give inner='cudagraphs'"),
-        ({"inner_options": {"use_post_grad_passes": False}}, "give skip=, .* those of backward and step run there"),
-        ({"inner_options": {"cpp_wrapper": True}, "inner": "cudagraphs"}, "records no CUDA graphs of C\\+\\+"),
-        ({"inner_options": {"cpp_wrapper": True}, "inner": "eager"}, "with inner='eager', and they are Inductor's"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"opt_level": "O1", "keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True needs opt_level O2 or O3"),
+    ({"opt_level": "O0", "dtype": "bfloat16"}, "dtype=torch.bfloat16 .*opt_level='O0', which casts nothing to it; 'O1'"),
+    ({"ddp": True}, "init_process_group"),
+    ({"inner": "tvm"}, "inner='tvm' was given, expected one of 'inductor'"),
+    ({"verify": True}, "verify=True was given"),
+    ({"inner_options": {"cpp_wraper": True}}, "'cpp_wraper', which is no option of Inductor's.*; did you mean 'cpp_wrapper'"),
+    ({"inner_options": {"post_grad_custom_post_pass": None}}, "give passes="),
+    ({"inner_options": {"triton.cudagraphs": True}}, "give inner='cudagraphs'"),
+    ({"inner_options": {"use_post_grad_passes": False}}, "give skip=, .* those of backward and step run there"),
+    ({"inner_options": {"cpp_wrapper": True}, "inner": "cudagraphs"}, "records no CUDA graphs of C\\+\\+"),
+    ({"inner_options": {"cpp_wrapper": True}, "inner": "eager"}, "with inner='eager', and they are Inductor's"),
+])
 def test_impossible_combination(options, message):
     with pytest.raises(ValueError, match=message):
         TransformConfig.from_options(options)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"message_size": 0}, TypeError, "positive number of elements"),
-        ({"allreduce_trigger_params": []}, TypeError, "unknown option 'allreduce_trigger_params'; did you mean 'trigger_params'"),
-        ({"num_allreduce_streams": 2}, TypeError, "an argument of DistributedDataParallel, .* leave it out"),
-        ({"layout": "zigzag"}, ValueError, "layout='zigzag'"),
-        ({"gradient_predivide_factor": -1.0}, TypeError, "positive number"),
-        ({"delay_allreduce": True, "trigger_params": ("a",)}, ValueError, "give one of them"),
-        *[({"layout": "ddp", **option}, ValueError, f"where torch DDP does, at bucket_cap_mb; {next(iter(option))} needs")
-          for option in ({"delay_allreduce": True}, {"trigger_params": ("a",)}, {"message_size": 5})],
-        ({"bucket_cap_mb": 1.0}, ValueError, "give message_size, a number of elements, or that layout too"),
-        ({"comm_dtype": torch.int32}, TypeError, "floating torch.dtype"),
-        ({"comm_dtype": torch.bfloat16, "allreduce_always_fp32": True}, ValueError, "contradicts"),
-        ({"timeout_s": True}, TypeError, "timeout_s=True"),
-        ({"trigger_params": "head.weight"}, TypeError, "list or tuple of names"),
-        *[({"plan": "plan.json", name: value}, ValueError, f"is replayed as it is, and decides about {name} too; leave it out")
-          for name, value in (("message_size", 5), ("layout", "ddp"), ("bucket_cap_mb", 1.0), ("delay_allreduce", True),
-                              ("trigger_params", ("a",)), ("allreduce_always_fp32", True), ("gradient_average", False),
-                              ("gradient_predivide_factor", 2.0), ("comm_dtype", torch.float32))],
-        ({"plan": "plan.json", "layout": "ddp", "message_size": 5}, ValueError, "about message_size, layout too; leave them out"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"message_size": 0}, TypeError, "positive number of elements"),
+    ({"allreduce_trigger_params": []}, TypeError, "unknown option 'allreduce_trigger_params'; did you mean 'trigger_params'"),
+    ({"num_allreduce_streams": 2}, TypeError, "an argument of DistributedDataParallel, .* leave it out"),
+    ({"layout": "zigzag"}, ValueError, "layout='zigzag'"),
+    ({"gradient_predivide_factor": -1.0}, TypeError, "positive number"),
+    ({"delay_allreduce": True, "trigger_params": ("a",)}, ValueError, "give one of them"),
+    *[({"layout": "ddp", **option}, ValueError, f"where torch DDP does, at bucket_cap_mb; {next(iter(option))} needs")
+      for option in ({"delay_allreduce": True}, {"trigger_params": ("a",)}, {"message_size": 5})],
+    ({"bucket_cap_mb": 1.0}, ValueError, "give message_size, a number of elements, or that layout too"),
+    ({"comm_dtype": torch.int32}, TypeError, "floating torch.dtype"),
+    ({"comm_dtype": torch.bfloat16, "allreduce_always_fp32": True}, ValueError, "contradicts"),
+    ({"timeout_s": True}, TypeError, "timeout_s=True"),
+    ({"trigger_params": "head.weight"}, TypeError, "list or tuple of names"),
+    *[({"plan": "plan.json", name: value}, ValueError, f"is replayed as it is, and decides about {name} too; leave it out")
+      for name, value in (("message_size", 5), ("layout", "ddp"), ("bucket_cap_mb", 1.0), ("delay_allreduce", True),
+                          ("trigger_params", ("a",)), ("allreduce_always_fp32", True), ("gradient_average", False),
+                          ("gradient_predivide_factor", 2.0), ("comm_dtype", torch.float32))],
+    ({"plan": "plan.json", "layout": "ddp", "message_size": 5}, ValueError, "about message_size, layout too; leave them out"),
+])
 def test_bucket_options(options, error, message):
     with pytest.raises(error, match=message):
         BucketConfig(**options)

@@ -1,4 +1,4 @@
-"""What a user drops is freed: models, optimizers, steps, reports and graphs, under every option."""
+"""What a user drops is freed: models, optimizers, steps, reports and graphs, under every option, and over real ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import fx, nn
 
 import apexfx
 from tests.backward_graphs import TwoGraphs
+from tests.distributed.launch import run_ranks
 from tests.own_optimizers import RMSprop
 from tests.small_models import branching
+from tests.tables import table
 
 
 def net(**batch_norm):
@@ -111,3 +113,23 @@ def assert_freed(make):
     name if name == "step in pieces" else pytest.param(name, marks=pytest.mark.long) for name in MAKES])
 def test_what_is_dropped_is_freed(name):
     assert_freed(MAKES[name])
+
+
+def parallel_of(model, **options):
+    wrapped = apexfx.parallel.DistributedDataParallel(model, **options)
+    inputs, targets = batch()
+    F.cross_entropy(wrapped(inputs), targets).backward()
+    return [model, wrapped]
+
+
+OVER_RANKS = {"step": lambda: step_of(net(), ddp=True, sync_bn=True, accumulate=2, calls=2),
+              "parallel": lambda: parallel_of(apexfx.transform(net(), inner="eager"))}
+
+
+def freed(rank, world_size, what):
+    assert_freed(OVER_RANKS[what])
+
+
+@table(0, "what", OVER_RANKS)
+def test_what_is_dropped_over_ranks_is_freed(what):
+    run_ranks(freed, 2, what)

@@ -11,7 +11,7 @@ from torch import nn
 import apexfx
 from tests.forms import Bank, numbered, squares
 from tests.versions import refused_before
-from tests.ways import check
+from tests.ways import check, updates
 
 
 def made(way, model):
@@ -33,32 +33,6 @@ def test_one_graph_is_for_all_numbers(way):
 def test_a_list_of_such_numbers_is_refused_at_its_line(way):
     with refused_before("2.14", RuntimeError, r"apexfx: .*test_numbers_of_data.py:\d+ reads a number"):
         check(way, lambda: Bank(lambda model, h, k: h + model.table[[k, 0]].sum()), squares, numbered(), "O0")
-
-
-class Atoms(nn.Module):
-    """As SchNet: the number of molecules is read from the indices of atoms."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, x, molecule):
-        h = self.layer(x).tanh()
-        number = int(molecule[-1]) + 1
-        return self.head(torch.zeros(number, 4, dtype=h.dtype).index_add(0, molecule, h)).squeeze(-1)
-
-
-def test_a_size_that_a_loss_compares_is_refused_with_the_line_that_reads_it():
-    model, batch = Atoms(), (torch.randn(6, 4), torch.tensor([0, 0, 1, 2, 2, 2]), torch.randn(3))
-
-    def step(loss):
-        return apexfx.train_step(model, objective=lambda model, x, molecule, y: loss(model(x, molecule), y), opt_level="O0",
-                                 inner="eager", optimizer=torch.optim.SGD(model.parameters(), 0.1))
-
-    with pytest.raises(apexfx.NotOneGraph, match=r"\n  at .*\n  the number is read at .*: number = int\(molecule\[-1\]\) \+ 1"):
-        step(nn.functional.mse_loss)(*batch)
-    expected = float(nn.functional.mse_loss(model(*batch[:2]), batch[2]).detach())
-    assert float(step(lambda out, y: (out - y).square().mean())(*batch)) == pytest.approx(expected)
 
 
 def rows_or_all(model, h, k):
@@ -91,8 +65,7 @@ def objective_that_logs(model, x):
 def test_a_metric_may_be_read_in_the_objective(inner, options):
     model = nn.Linear(4, 2, dtype=torch.float64)
     eager = copy.deepcopy(model)
-    step = apexfx.train_step(model, objective=objective_that_logs, optimizer=torch.optim.SGD(model.parameters(), 0.1),
-                             opt_level="O0", inner=inner, **options)
+    step = updates("step", model, objective_that_logs, inner=inner, **options)
     for call in range(4):
         x = torch.randn(3, 4, dtype=torch.float64)
         _, logged = step(x)

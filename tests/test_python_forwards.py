@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.func import grad, hessian, jacrev, vmap
 from torch.nn.modules import module as hooks
 
 import apexfx
 from apexfx._torch import function_mode_depth
+from tests.small_models import take_step
 from tests.tables import table
-from tests.ways import LEVELS, WAYS, check, trained
+from tests.ways import LEVELS, WAYS, check, run_of, trained, updates
 
 NUMBERS = random.Random(0)
 IDS = [torch.tensor([[3, 1, 4, 1, 5, 0, 0], [2, 7, 1, 8, 0, 0, 0]]), torch.tensor([[3, 1, 0, 0, 0, 0, 0], [2, 7, 1, 0, 0, 0, 0]])]
@@ -70,22 +70,6 @@ def test_inductor_cuts_by_a_length_too():
     check("step", Words, loss_of(cuts), IDS, "O0", inner="inductor")
 
 
-UNKNOWN = {
-    "branch": lambda out, ids: out * (2 if length(ids) > 3 else 1),
-    "layer": lambda out, ids: [out, out * 2][random.randint(0, 1)],
-}
-
-
-@pytest.mark.parametrize("form", UNKNOWN)
-def test_what_depends_on_a_number_of_the_data_is_refused_at_its_line(form):
-    with pytest.raises(RuntimeError, match=r"depends on a number .* read from a tensor .*\n  at .*test_python_forwards.py:\d+"):
-        trained("step", Words, loss_of(UNKNOWN[form]), IDS)
-
-
-def test_what_is_refused_runs_in_pieces():
-    check("step", Words, loss_of(UNKNOWN["layer"]), IDS, "O0", fallback="transform")
-
-
 # ---- x.data ----------------------------------------------------------------------------------------------------------------
 
 
@@ -115,11 +99,6 @@ def scales_and_adds(model, x):
 
 def assigns(model, x):
     model.seen.data = model.seen.data * 0.5 + x.mean(0)
-
-
-def assigns_and_writes(model, x):
-    model.seen.data = model.seen.data * 0.5
-    model.seen.add_(1)
 
 
 def assigns_what_it_has_written(model, x):
@@ -158,11 +137,9 @@ def test_a_step_names_the_parameter_that_its_forward_replaces():
         trained("step", with_buffer(clips), lambda out, x: out.pow(2).mean(), X)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("write", [assigns_and_writes, assigns_what_it_has_written])
-def test_memory_that_is_replaced_and_written_is_refused(write, way):
+def test_memory_that_is_written_and_put_in_the_place_of_a_tensor_s_is_refused():
     with pytest.raises(Exception, match=r"test_python_forwards.py:\d+ puts memory in the place of a tensor's"):
-        trained(way, with_buffer(write), lambda out, x: out.pow(2).mean(), X)
+        trained("transform", with_buffer(assigns_what_it_has_written), lambda out, x: out.pow(2).mean(), X)
 
 
 # ---- threads and interrupts ------------------------------------------------------------------------------------------------
@@ -253,10 +230,8 @@ EVERYWHERE = {
 def test_a_hook_on_all_modules_is_not_passed_over(way, kind):
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    options, optimizer = {"opt_level": "O0", "inner": "eager"}, torch.optim.SGD(model.parameters(), lr=0.1)
-    run = {"transform": lambda: apexfx.transform(model, **options),
-           "backend": lambda: torch.compile(model, backend="apex", options=options),
-           "step": lambda: apexfx.train_step(model, lambda out: out.sum(), optimizer, **options)}[way]()
+    options = {"opt_level": "O0", "inner": "eager"}
+    run = updates(way, model, lambda model, x: model(x).sum()) if way == "step" else run_of(way, model, **options)
     run(X[0])
     plain = model if way == "transform" else nn.Sequential(model)  # torch.compile() is a module around it, with hooks as well
     handle = EVERYWHERE[kind]()
@@ -383,8 +358,7 @@ def test_a_float_that_an_op_takes_is_that_of_each_call(name, inner):
     use, num_graphs = TAKES[name]
     model = nn.Linear(4, 4)
     reference = copy.deepcopy(model)
-    step = apexfx.train_step(model, objective=lambda m, x, number: squares(use(m(x), number), x), inner=inner, opt_level="O0",
-                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    step = updates("step", model, lambda m, x, number: squares(use(m(x), number), x), inner=inner)
     for number in (0.5, 0.4, 0.3):
         loss = squares(use(reference(X[0]), number), X[0])
         gradients = torch.autograd.grad(loss, list(reference.parameters()))
@@ -415,15 +389,11 @@ class Reversed(Anneals):
 def test_a_step_of_a_schedule_in_the_loop_is_two_graphs(layer):
     model, x = layer(False), X[0]
     reference = copy.deepcopy(model)
-    step = apexfx.train_step(model, objective=lambda m, x: squares(m(x), x), inner="eager", opt_level="O0",
-                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    step = updates("step", model, lambda m, x: squares(m(x), x))
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for number in range(10):
         model.factor = reference.factor = number / 4
-        loss = squares(reference(x), x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = take_step(optimizer, squares(reference(x), x))
         torch.testing.assert_close(step(x), loss.detach())
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
     assert len(step.report.graphs) == 2
@@ -431,8 +401,7 @@ def test_a_step_of_a_schedule_in_the_loop_is_two_graphs(layer):
 
 def test_a_float_that_one_model_keeps_makes_no_constants_of_another_s():
     def step_of(model):
-        return apexfx.train_step(model, objective=lambda m, x: squares(m(x), x), inner="eager", opt_level="O0",
-                                 optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        return updates("step", model, lambda m, x: squares(m(x), x))
 
     class Other(Anneals):
         def forward(self, x):
@@ -451,8 +420,7 @@ def test_what_is_captured_or_recorded_draws_no_number_of_python(tmp_path):
     random.seed(3)
     drawn = [random.uniform(0.5, 1) for _ in range(3)]
     model, seen = nn.Linear(4, 4), []
-    step = apexfx.train_step(model, objective=lambda m, x: (squares(m(x), x) * (u := random.uniform(0.5, 1)), u), safeguard=True,
-                             inner="eager", opt_level="O0", optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    step = updates("step", model, lambda m, x: (squares(m(x), x) * (u := random.uniform(0.5, 1)), u), lr=0.0, safeguard=True)
     step.capture(X[0])
     random.seed(3)
     for number in range(3):
@@ -468,8 +436,7 @@ def test_what_is_captured_or_recorded_draws_no_number_of_python(tmp_path):
 
 def test_a_step_returns_a_float_that_changes_and_what_follows_from_it():
     model = Anneals(False)
-    step = apexfx.train_step(model, inner="eager", opt_level="O0", optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                             objective=lambda m, x: (squares(m(x), x), {"factor": m.factor, "half": m.factor / 2}))
+    step = updates("step", model, lambda m, x: (squares(m(x), x), {"factor": m.factor, "half": m.factor / 2}))
     for number in range(1, 7):
         model.factor = number / 4
         assert step(X[0])[1] == {"factor": number / 4, "half": number / 8}
@@ -501,30 +468,6 @@ def test_numpy_and_python_draw_by_seeds_of_their_own(draw, said, way):
         with pytest.raises(RuntimeError, match=rf"{said} is called.*\n  at .*test_python_forwards.py"):
             trained("step", make, squares, X)
     check(way, make, squares, X, "O0", **{"fallback": "transform"} if way == "step" else {})
-
-
-class Energy(nn.Module):
-    derivative = hessian
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, x):
-        return vmap(type(self).derivative(lambda t: self.second(self.first(t).tanh()).sum()))(x) * 20  # losses of 0.05 to 0.3
-
-
-class Equal(Energy):
-    @staticmethod
-    def derivative(f):
-        return jacrev(grad(f))
-
-
-@pytest.mark.long
-def test_a_hessian_under_vmap_is_refused_and_its_equal_runs():
-    with pytest.raises(RuntimeError, match=r"(?s)forward \(jvp, jacfwd, hessian\).*jacrev\(grad\(f\)\) in that of hessian"):
-        trained("step", Energy, squares, X)
-    torch.testing.assert_close(trained("step", Equal, squares, X), trained("eager", Energy, squares, X), rtol=1e-5, atol=1e-6)
 
 
 MADE = {"fx": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),

@@ -19,6 +19,7 @@ from apexfx.testing import assert_close
 from tests.small_models import Temperature
 from tests.tables import table
 from tests.transform_models import Net, images, transformed
+from tests.ways import run_of
 
 
 def gradients(model):
@@ -438,9 +439,12 @@ def gradients_of_leaves(compiled):
     return [leaf.grad, loss.log.grad, inputs[1].grad, *(p.grad for m in (encoder, model) for p in m.parameters())]
 
 
-def test_leaves_that_are_not_the_models_get_the_gradients_of_the_source():
+@pytest.mark.parametrize("way", ["transform", "backend", "backend, the loss too"])
+def test_leaves_that_are_not_the_models_get_the_gradients_of_the_source(way):
     def compiled(model, loss):
-        model = transformed(model)
+        if way == "backend, the loss too":
+            return run_of("backend", lambda x, t: loss(model(x), t), opt_level="O0", inner="eager")
+        model = run_of(way, model, opt_level="O0", inner="eager")
         return lambda x, t: loss(model(x), t)
 
     expected = gradients_of_leaves(lambda model, loss: lambda x, t: loss(model(x), t))

@@ -14,18 +14,15 @@ from tests.tables import table
 from tests.transform_models import Net, images, transformed
 
 
-@pytest.mark.parametrize(
-    ("wrap", "error", "message"),
-    [
-        (lambda m: "model", TypeError, "expected a torch.nn.Module"),
-        (transformed, ValueError, "transformed already"),
-        (torch.compile, ValueError, "not the result of torch.compile"),
-        (lambda m: nn.DataParallel(m), ValueError, "the model is wrapped in DataParallel"),
-        (lambda m: nn.Sequential(nn.DataParallel(m)), ValueError, "submodule '0' is wrapped in DataParallel"),
-        (lambda m: nn.Sequential(m, transformed(m)), ValueError, "submodule '1' is transformed already"),
-        (lambda m: nn.LazyLinear(3), ValueError, "has no shape yet"),
-    ],
-)
+@pytest.mark.parametrize(("wrap", "error", "message"), [
+    (lambda m: "model", TypeError, "expected a torch.nn.Module"),
+    (transformed, ValueError, "transformed already"),
+    (torch.compile, ValueError, "not the result of torch.compile"),
+    (lambda m: nn.DataParallel(m), ValueError, "the model is wrapped in DataParallel"),
+    (lambda m: nn.Sequential(nn.DataParallel(m)), ValueError, "submodule '0' is wrapped in DataParallel"),
+    (lambda m: nn.Sequential(m, transformed(m)), ValueError, "submodule '1' is transformed already"),
+    (lambda m: nn.LazyLinear(3), ValueError, "has no shape yet"),
+])
 def test_models_that_cannot_be_transformed(wrap, error, message):
     with pytest.raises(error, match=message):
         transformed(wrap(nn.Linear(2, 2)))

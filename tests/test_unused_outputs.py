@@ -1,5 +1,6 @@
 """What only an unused output depends on has no gradient: `.grad` stays None, and no optimizer moves it."""
 
+import functools
 import io
 import weakref
 
@@ -18,43 +19,25 @@ from tests.unused_output_models import (
     Through,
     TwoHeads,
     Written,
+    broken,
     loop,
     objective,
     train,
 )
+from tests.ways import run_of
 
 
-def _transform(model, inner):
-    compiled = apexfx.transform(model, opt_level="O0", inner=inner)
-    return lambda _, optimizer, x, used: loop(compiled, optimizer, x, used)
+def run_by(way, model, inner):
+    """Return a function of the model, its optimizer, a batch and the outputs to use, which trains by one way."""
+    if way in ("transform", "backend"):
+        compiled = run_of(way, model, opt_level="O0", inner=inner)
+        return lambda _, optimizer, x, used: loop(compiled, optimizer, x, used)
+    options = {"objective": broken, "fallback": "transform"} if way == "pieces" else {"objective": objective}
+    step_of = functools.cache(lambda optimizer: apexfx.train_step(model, None, optimizer, opt_level="O0", inner=inner,
+                                                                  keep_grads=True, **options))
+    return lambda _, optimizer, x, used: step_of(optimizer)(x, used)
 
 
-def _backend(model, inner):
-    compiled = torch.compile(model, backend="apex", options={"opt_level": "O0", "inner": inner})
-    return lambda _, optimizer, x, used: loop(compiled, optimizer, x, used)
-
-
-def _pieces(model, inner):
-    def broken(model, x, used):
-        torch._dynamo.graph_break()
-        return objective(model, x, used)
-
-    return _step(model, inner, broken, fallback="transform")
-
-
-def _step(model, inner, objective=objective, **options):
-    steps = []
-
-    def run(model, optimizer, x, used):
-        if not steps:
-            steps.append(apexfx.train_step(model, None, optimizer, objective=objective, opt_level="O0", inner=inner,
-                                           keep_grads=True, **options))
-        steps[0](x, used)
-
-    return run
-
-
-WAYS = {"transform": _transform, "backend": _backend, "pieces": _pieces, "step": _step}
 ALWAYS = {"transform": (Nested, Written, Broken, BrokenView, Through, Rows), "backend": (Broken,), "pieces": (TwoHeads, Broken),
           "step": (TwoHeads,)}
 # What a graph of a whole step takes in, and that trains in it.
@@ -72,7 +55,7 @@ def _cases():
 def test_parameters_train_as_in_eager(way, cls, inner):
     model = cls()
     expected = train(cls(), loop, MODELS[cls])
-    history = train(model, WAYS[way](model, inner), MODELS[cls])
+    history = train(model, run_by(way, model, inner), MODELS[cls])
     for (got, *others), (want, *their_others) in zip(history, expected, strict=True):
         assert got.keys() == want.keys()
         torch.testing.assert_close((got, *others), (want, *their_others))
@@ -140,7 +123,7 @@ def test_no_hook_is_put_on_what_the_backward_goes_past(way, put):
     def made():
         torch.compiler.reset()
         model, options = Features(), {"opt_level": "O0", "inner": "eager"}
-        return apexfx.transform(model, **options) if way == "transform" else torch.compile(model, backend="apex", options=options)
+        return run_of(way, model, **options)
 
     out, h = made()(torch.ones(2, 4))
     put(out)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.small_models import take_step
+
 
 class _Trunk(nn.Module):
     """What every model below has; `forward` says which heads there are."""
@@ -203,6 +205,11 @@ def objective(model, x, used):
     return sum((outputs[i] * (i + 1)).sum() for i in used)
 
 
+def broken(model, x, used):
+    torch._dynamo.graph_break()
+    return objective(model, x, used)
+
+
 def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
 
@@ -220,6 +227,4 @@ def train(model, run, steps):
 
 
 def loop(model, optimizer, x, used):
-    optimizer.zero_grad()
-    objective(model, x, used).backward()
-    optimizer.step()
+    take_step(optimizer, objective(model, x, used))

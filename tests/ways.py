@@ -15,6 +15,35 @@ from apexfx import amp
 WAYS, LEVELS = ("transform", "backend", "step"), ("O0", "O1", "O2", "O3")
 
 
+def run_of(way, model, **options):
+    """Return what runs the model by one way; way "eager" is plain torch."""
+    if way == "backend":
+        return torch.compile(model, backend="apex", fullgraph=options.pop("fullgraph", False), options=options)
+    return apexfx.transform(model, **options) if way == "transform" else model
+
+
+def updates(way, model, objective, *, lr=0.1, **options):
+    """Return a function of a batch that takes a step of SGD by one way, and returns the loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    options = {"opt_level": "O0", "inner": "eager", **options}
+    if options["opt_level"] != "O0":
+        options.setdefault("dtype", torch.bfloat16)
+    if way == "step":
+        return apexfx.train_step(model, optimizer=optimizer, objective=objective, **options)
+    run = run_of(way, model, **options) if way != "amp" else amp.initialize(
+        model, optimizer, opt_level=options["opt_level"], dtype=options.get("dtype"), loss_scale=1.0, verbosity=0)[0]
+
+    def update(*batch):
+        loss = objective(run, *batch)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) if way == "amp" else contextlib.nullcontext(loss) as scaled:
+            scaled.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return update
+
+
 class Trained(NamedTuple):
     """What training leaves: losses, buffers, how far each parameter went, and the number that torch draws next."""
 
@@ -24,30 +53,13 @@ class Trained(NamedTuple):
     drawn: float
 
 
-def trained(way, make, loss, batches, level="O0", lr=0.1, **options):
+def trained(way, make, loss, batches, level="O0", **options):
     """Train by one way; way "eager" is plain torch."""
     torch.compiler.reset()
     torch.manual_seed(0)
     random.seed(0)
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    options = {"opt_level": level, "inner": "eager", **({} if level == "O0" else {"dtype": torch.bfloat16}), **options}
-    if way == "step":
-        update = apexfx.train_step(model, optimizer=optimizer, objective=lambda model, x: loss(model(x), x), **options)
-    else:
-        run = {"eager": lambda: model, "transform": lambda: apexfx.transform(model, **options),
-               "backend": lambda: torch.compile(model, backend="apex", options=options),
-               "amp": lambda: amp.initialize(model, optimizer, opt_level=level, dtype=options.get("dtype"), loss_scale=1.0,
-                                            verbosity=0)[0]}[way]()
-
-        def update(x):
-            value = loss(run(x), x)
-            optimizer.zero_grad()
-            with amp.scale_loss(value, optimizer) if way == "amp" else contextlib.nullcontext(value) as scaled:
-                scaled.backward()
-            optimizer.step()
-            return value.detach()
-
+    update = updates(way, model, lambda model, x: loss(model(x), x), opt_level=level, **options)
     start = {name: p.detach().double() for name, p in model.named_parameters()}
     losses = [float(update(x)) for x in batches]
     moved = {name: p.detach().double() - start[name] for name, p in model.named_parameters()}

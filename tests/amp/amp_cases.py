@@ -142,3 +142,21 @@ def assert_same(actual, expected):
             assert_same(a, e)
     else:
         assert actual == expected
+
+
+class Automaton:
+    """Loss scaling in plain Python numbers, as Apex and GradScaler document it; but the scale never reaches 0."""
+
+    def __init__(self, scale, window, low, high, growth=2.0, backoff=0.5):
+        self.scale, self.window, self.low, self.high, self.growth, self.backoff = scale, window, low, high, growth, backoff
+        self.good, self.skips, self.in_a_row = 0, 0, 0
+
+    def step(self, overflow):
+        if overflow:
+            self.scale, self.good = max(self.low or 2.0**-126, self.scale * self.backoff), 0
+            self.skips, self.in_a_row = self.skips + 1, self.in_a_row + 1
+            return True
+        self.good, self.in_a_row = self.good + 1, 0
+        if self.good == self.window:
+            self.scale, self.good = min(self.high, self.scale * self.growth), 0
+        return False

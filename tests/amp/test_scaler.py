@@ -11,26 +11,7 @@ from hypothesis import strategies as st
 
 from apexfx import amp
 from apexfx.amp.scaler import LossScaler
-from tests.amp.amp_cases import CountReads
-
-
-class Automaton:
-    """Apex's update_scale in plain Python numbers, written from its documentation; but the scale never reaches 0."""
-
-    def __init__(self, scale, window, low, high):
-        self.scale, self.window, self.low, self.high = scale, window, low, high
-        self.good = 0
-
-    def step(self, overflow):
-        if overflow:
-            self.scale = max(self.low or 2.0**-126, self.scale / 2)
-            self.good = 0
-            return True
-        self.good += 1
-        if self.good == self.window:
-            self.scale = min(self.high, self.scale * 2)
-            self.good = 0
-        return False
+from tests.amp.amp_cases import Automaton, CountReads
 
 
 def follow(overflows, *, window, low, high):

@@ -97,8 +97,7 @@ def test_multi_tensor_adam_capturable_unscales_and_skips_on_the_device(masters):
 
     def step(count, flag):
         scaled = [g * 64 for g in grads]
-        multi_tensor_applier(op, flag, [scaled, *lists], lr, 0.9, 0.999, 1e-8, torch.tensor([count]), 1, 1, 0.01,
-                             inv_scale)
+        multi_tensor_applier(op, flag, [scaled, *lists], lr, 0.9, 0.999, 1e-8, torch.tensor([count]), 1, 1, 0.01, inv_scale)
         return scaled
 
     assert all(torch.equal(s, g) for s, g in zip(step(1, flag), grads))

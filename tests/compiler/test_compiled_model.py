@@ -176,8 +176,7 @@ def test_recompile_limit_raises(two_graphs_at_most, trains):
 
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
 def test_a_half_layer_gets_the_half_inputs(opt_level):
-    source = Model(lambda m, x: m.head(m.stem(x).float().mean((2, 3))), head=nn.Linear(4, 2),
-                   stem=nn.Conv2d(3, 4, 1).bfloat16())
+    source = Model(lambda m, x: m.head(m.stem(x).float().mean((2, 3))), head=nn.Linear(4, 2), stem=nn.Conv2d(3, 4, 1).bfloat16())
     model = transformed(source, opt_level=opt_level)
     assert model(torch.ones(2, 3, 4, 4, dtype=torch.bfloat16)).shape == (2, 2) and not model.report.notes
 

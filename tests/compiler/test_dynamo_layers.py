@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 import apexfx
 from apexfx.ops import recurrent
 from apexfx.testing import assert_close
+from tests.small_models import take_step
 from tests.tables import table
 
 KINDS = {"lstm": (nn.LSTM, {}), "gru": (nn.GRU, {"num_layers": 2, "bidirectional": True, "dropout": 0.3}),
@@ -99,10 +100,7 @@ def train_beside_eager(model, num_lengths, data=batches, **options):
         torch.manual_seed(place)
         loss = step(tokens, labels)
         torch.manual_seed(place)
-        expected = F.cross_entropy(reference(tokens), labels)
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
+        expected = take_step(optimizer, F.cross_entropy(reference(tokens), labels))
         assert options["inner"] != "eager" or options["opt_level"] != "O0" or torch.equal(loss, expected)
     return step, [*zip(model.parameters(), reference.parameters())]
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import apexfx
 from tests.tables import table
+from tests.ways import updates
 
 IDS = torch.tensor([[1, 4, 0], [2, 6, 3]])  # of seven rows
 
@@ -136,8 +137,7 @@ CAST = {"to int64": (torch.uint8, lambda y: y.long(), 9), "from 1": (torch.uint8
 def test_labels_that_are_cast_are_looked_at_as_the_op_gets_them(form):
     dtype, cast, number = CAST[form]
     model, x, labels = nn.Linear(3, 4), torch.randn(2, 3), torch.tensor([1, 2], dtype=dtype)
-    run = apexfx.train_step(model, objective=lambda model, x, y: F.cross_entropy(model(x), cast(y)), inner="eager",
-                            optimizer=torch.optim.SGD(model.parameters(), 0.0), opt_level="O0")
+    run = updates("step", model, lambda model, x, y: F.cross_entropy(model(x), cast(y)), lr=0.0)
     labels[1] = number
     if form == "cut off":
         torch.testing.assert_close(run(x, labels), F.cross_entropy(model(x), torch.tensor([1, 3])).detach())
@@ -163,8 +163,7 @@ CHANGED_FIRST = {
 @pytest.mark.parametrize("form", CHANGED_FIRST)
 def test_what_is_written_or_computed_first_is_not_looked_at(form):
     table = nn.Embedding(7, 4)
-    step = apexfx.train_step(table, objective=lambda table, ids: CHANGED_FIRST[form](table, ids).mean(),
-                             optimizer=torch.optim.SGD(table.parameters(), 0.0), opt_level="O0", inner="eager")
+    step = updates("step", table, lambda table, ids: CHANGED_FIRST[form](table, ids).mean(), lr=0.0)
     numbers = WRONG["too large"]
     torch.testing.assert_close(step(with_numbers(numbers)), CHANGED_FIRST[form](table, with_numbers(numbers)).mean().detach())
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import collections
 
-import pytest
 import torch
 from torch import nn
 
-import apexfx
 from tests.forms import drawn
 from tests.tables import table
 from tests.ways import WAYS, check
@@ -81,18 +79,3 @@ def test_what_is_kept_in_a_closure_is_as_in_eager(form, way, inner):
     check(way, lambda: models.append(Records(form)) or models[-1], lambda out, x: out, drawn(8, 4, count=3), "O0", inner=inner)
     of_eager, ours = (numbers(model.held) for model in models)
     torch.testing.assert_close(ours, of_eager, rtol=1e-4, atol=1e-4)
-
-
-def test_what_is_kept_with_its_history_is_refused():
-    Recorder, _, (kept, *_) = recorder()
-
-    def objective(model, x):
-        kept.clear()
-        h = model(x)
-        Recorder()(h)
-        return h.mean() + 0.5 * sum(kept)
-
-    model = nn.Linear(4, 4)
-    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager")
-    with pytest.raises(RuntimeError, match="(?s)keeps a tensor of this step .* with its history.*test_kept_in_closures.py:2"):
-        step(torch.randn(8, 4))

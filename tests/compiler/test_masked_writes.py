@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import torch
 
-import apexfx
 from tests.forms import Masked, all_of_them, masked_batches, squares
 from tests.tables import table
-from tests.ways import check
+from tests.ways import check, updates
 
 
 def test_one_graph_is_for_any_number_of_rows():
     model = Masked(all_of_them)
-    step = apexfx.train_step(model, objective=lambda model, *batch: squares(model(batch), batch), opt_level="O0", inner="eager",
-                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), verify="each")
+    step = updates("step", model, lambda model, *batch: squares(model(batch), batch), verify="each")
     for batch in masked_batches():
         step(*batch)
     assert len(step.report.graphs) == 1

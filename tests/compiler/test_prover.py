@@ -16,6 +16,7 @@ import apexfx
 from apexfx.compiler import prover
 from apexfx.compiler.kernel_files import several_kernels_a_file
 from apexfx.observe.bundle import exact_copy
+from tests.small_models import take_step
 
 
 class Masked(nn.Module):
@@ -233,11 +234,7 @@ def test_both_graphs_of_a_model_run_op_by_op(no_caches, caplog):
         transformed, optimizer = apexfx.transform(model, opt_level="O0", verify=verify), torch.optim.SGD(model.parameters(), 0.1)
         x, losses = torch.randn(4, 2, 5, 5), []
         for _ in range(3):
-            optimizer.zero_grad()
-            loss = transformed(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(take_step(optimizer, transformed(x).square().mean()).item())
         return transformed, (losses, model.state_dict())
 
     with mock.patch.object(prover, "plain_code", with_a_wrong_element):

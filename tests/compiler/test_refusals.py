@@ -58,12 +58,6 @@ def test_options_of_an_outer_compile_are_not_lost(outer, ran):
         torch.compile(outer(model), backend="apex", options={"opt_level": "O2", "inner": "eager"})(x)
 
 
-def test_replicas_of_data_parallel_are_refused():
-    model = transformed(Net())
-    with pytest.raises(RuntimeError, match="nn.DataParallel runs copies of the model"):
-        model._replicate_for_data_parallel()(images())  # what each further device gets
-
-
 @pytest.mark.parametrize("apply", [
     lambda model, x: torch.vmap(model)(x),
     lambda model, x: torch.func.jvp(model, (x,), (x,)),
@@ -105,8 +99,7 @@ def test_a_function_under_torch_func_is_refused_which_would_lose_its_backward(ar
     if "vmap" in around.__code__.co_names:  # which differentiates nothing itself
         with torch.no_grad():
             assert torch.equal(transformed(source, opt_level="O0")(x), expected)
-    step = apexfx.train_step(source, lambda out: out.sum(), torch.optim.SGD(source.parameters()), opt_level="O0",
-                             inner="eager")
+    step = apexfx.train_step(source, lambda out: out.sum(), torch.optim.SGD(source.parameters()), opt_level="O0", inner="eager")
     with pytest.raises(ValueError, match=lost):
         step(x)
 

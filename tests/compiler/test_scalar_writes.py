@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
-import apexfx
 from tests.small_models import Model
 from tests.tables import table
-from tests.ways import WAYS, trained
+from tests.ways import WAYS, trained, updates
 
 WRITES = {
     "add_": lambda t, x: t.add_(len(x)), "iadd": lambda t, x: t.__iadd__(1.5), "mul_": lambda t, x: t.mul_(0.5),
@@ -46,24 +44,11 @@ def test_every_form_of_a_write_stays(entry, level):
 
 @pytest.mark.long
 def test_gradients_of_a_float64_scalar_accumulate():
-    losses = {}
+    scales = []
     for accumulate in (1, 2):
         scaled = model()
-        step = apexfx.train_step(scaled, objective=lambda m, x: m(x), optimizer=torch.optim.SGD(scaled.parameters(), lr=0.1),
-                                 opt_level="O0", inner="eager", accumulate=accumulate)
+        update = updates("step", scaled, lambda m, x: m(x), accumulate=accumulate)
         for _ in range(accumulate):
-            step(torch.ones(6, 4))
-        losses[accumulate] = copy.deepcopy(scaled.scale.detach())
-    torch.testing.assert_close(losses[2], losses[1])
-
-
-def test_beside_a_float_that_changes_a_write_is_refused():
-    def forward(m, x, factor):
-        m.seen.add_(1)
-        return m.layer(x).sum() * factor
-
-    run = apexfx.transform(Model(forward, layer=nn.Linear(4, 4), seen=nn.Buffer(torch.zeros((), dtype=torch.float64))),
-                           opt_level="O0", inner="eager")
-    run(torch.ones(2, 4), 0.5)
-    with pytest.raises(ValueError, match="'seen', a float64 tensor of no dimension"):
-        run(torch.ones(2, 4), 0.25)
+            update(torch.ones(6, 4))
+        scales.append(scaled.scale.detach())
+    torch.testing.assert_close(*scales)

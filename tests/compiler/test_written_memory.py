@@ -1,4 +1,4 @@
-"""What a forward writes into memory that it also reads, or has another name for, is as in eager torch, through every entry."""
+"""What a forward writes into memory that it also reads, or has another name for, is as in eager torch, by every way."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import apexfx
 from tests.small_models import Model
 from tests.tables import table
 from tests.versions import since
-
-ENTRIES = ("transform", "backend", "train_step")
+from tests.ways import WAYS, updates
 
 
 def of_columns(rows, q):
@@ -94,35 +93,24 @@ NAMES = {
 }  # fmt: skip
 
 
-def trained(entry, model, batches, level="O0", returns=lambda model: model.state_dict().values(), **options):
-    """Return losses, by default parameters and buffers, and the batches, of training by one entry; "eager" is plain torch."""
+def trained(way, model, batches, level="O0", returns=lambda model: model.state_dict().values(), **options):
+    """Return losses, by default parameters and buffers, and the batches, of training by one way; "eager" is plain torch."""
     torch.compiler.reset()
     model, batches = copy.deepcopy((model, batches))
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    if entry == "train_step":
-        step = apexfx.train_step(model, objective=lambda m, *batch: m(*batch), optimizer=optimizer, opt_level=level, **options)
-        losses = [step(*batch) for batch in batches]
-    else:
-        run = model if entry == "eager" else apexfx.transform(model, opt_level=level, **options) if entry == "transform" \
-            else torch.compile(model, backend="apex", fullgraph=True, options={"opt_level": level, **options})
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = run(*batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-    return [*losses, *returns(run if entry == "transform" else model), *itertools.chain(*batches)]
+    options = {"opt_level": level, "inner": "inductor", **({"fullgraph": True} if way == "backend" else {}), **options}
+    update = updates(way, model, lambda m, *batch: m(*batch), **options)
+    return [*[update(*batch) for batch in batches], *returns(model), *itertools.chain(*batches)]
 
 
-def assert_as_eager(entry, model, batches, level="O0", **options):
+def assert_as_eager(way, model, batches, level="O0", **options):
     wanted, rounding = trained("eager", model, batches), {} if level == "O0" else {"rtol": 0.05, "atol": 0.05}
-    for one, other in zip(trained(entry, model, batches, level, **options), wanted, strict=True):
+    for one, other in zip(trained(way, model, batches, level, **options), wanted, strict=True):
         torch.testing.assert_close(one.float(), other.float(), **rounding)
 
 
-def assert_refused(entry, model, batches, **options):
+def assert_refused(way, model, batches, **options):
     with pytest.raises(Exception, match="test_written_memory.py:.* writes a tensor that has two names, as a dropout that drops"):
-        trained(entry, model, batches, **options)
+        trained(way, model, batches, **options)
 
 
 def with_memory(*changes):
@@ -154,12 +142,12 @@ def written_and_moved(write, move):
     return change
 
 
-@table(1, "move, entry, level, start", [
-    (*row, place % 6) for place, row in enumerate(itertools.product(MOVES, ENTRIES[::-1], ("O0", "O1")))])
-def test_memory_that_is_written_and_moved_within_itself(move, entry, level, start):
+@table(1, "move, way, level, start", [
+    (*row, place % 6) for place, row in enumerate(itertools.product(MOVES, WAYS[::-1], ("O0", "O1")))])
+def test_memory_that_is_written_and_moved_within_itself(move, way, level, start):
     few = batches()[:1 if level == "O1" else 2]  # in halves roundings grow from one to the next
     changes = [written_and_moved(write, MOVES[move]) for write in [*WRITES.values()][start::6]]
-    assert_as_eager(entry, with_memory(*changes), few, level)
+    assert_as_eager(way, with_memory(*changes), few, level)
 
 
 def writes_through(name):
@@ -170,9 +158,9 @@ def writes_through(name):
     return change
 
 
-@table(1, "entry, level", [(entry, level) for level in ("O0", "O1") for entry in ENTRIES])
-def test_what_is_written_by_another_name_is_as_in_eager(entry, level):
-    assert_as_eager(entry, with_memory(*map(writes_through, NAMES)), batches()[:1], level, inner="eager")
+@table(1, "way, level", [(way, level) for level in ("O0", "O1") for way in WAYS])
+def test_what_is_written_by_another_name_is_as_in_eager(way, level):
+    assert_as_eager(way, with_memory(*map(writes_through, NAMES)), batches()[:1], level, inner="eager")
 
 
 def writes_buffer(m, x, name):
@@ -207,10 +195,10 @@ def model_with(forward, name):
 
 
 @pytest.mark.parametrize("forward", [writes_buffer, writes_activation, writes_what_was_dropped, writes_batch])
-@table(3, "entry, name", [(entry, name) for name in DROPOUTS for entry in ENTRIES])
-def test_a_write_that_a_dropout_of_nothing_would_lose_is_refused(name, entry, forward):
+@table(3, "way, name", [(way, name) for name in DROPOUTS for way in WAYS])
+def test_a_write_that_a_dropout_of_nothing_would_lose_is_refused(name, way, forward):
     check = since("2.14", assert_as_eager, assert_refused)
-    check(entry, model_with(forward, name), [(torch.rand(6, 6),)], inner="eager")
+    check(way, model_with(forward, name), [(torch.rand(6, 6),)], inner="eager")
 
 
 def residual(m, x, name):
@@ -235,9 +223,9 @@ def of_a_copy(m, x, name):
 
 
 @pytest.mark.parametrize("forward", [residual, written_before, of_a_copy])
-@table(2, "entry, name", [(entry, name) for name in DROPOUTS for entry in ENTRIES])
-def test_a_write_that_a_dropout_of_nothing_cannot_lose(name, entry, forward):
-    assert_as_eager(entry, model_with(forward, name), [(torch.rand(6, 6),)], inner="eager")
+@table(2, "way, name", [(way, name) for name in DROPOUTS for way in WAYS])
+def test_a_write_that_a_dropout_of_nothing_cannot_lose(name, way, forward):
+    assert_as_eager(way, model_with(forward, name), [(torch.rand(6, 6),)], inner="eager")
 
 
 def test_a_dropout_that_drops_something_is_one():
@@ -258,8 +246,8 @@ SUMS = {
 }  # fmt: skip
 
 
-@table(1, "entry, level", [(entry, level) for level in ("O2", "O1") for entry in ENTRIES])
-def test_sums_over_calls_are_exact(entry, level):
+@table(1, "way, level", [(way, level) for level in ("O2", "O1") for way in WAYS])
+def test_sums_over_calls_are_exact(way, level):
     def forward(m, x):
         for change in SUMS.values():
             change(m)
@@ -272,8 +260,8 @@ def test_sums_over_calls_are_exact(entry, level):
     model.layer.n, model.plain = nn.Buffer(torch.tensor(4096.0)), torch.tensor(4096.0)
     model.held, model.listed = {"n": torch.tensor(4096.0)}, [torch.tensor(4096.0)]
     batch = torch.full((3, 6), 2.0)
-    states = [trained(entry, model, [(batch,)] * 3, level, returns=lambda m: (
-        m.n, m.e, m.plain, m.layer.n, m.held["n"], m.listed[0]), inner="eager") for entry in (entry, "eager")]
+    states = [trained(way, model, [(batch,)] * 3, level, returns=lambda m: (
+        m.n, m.e, m.plain, m.layer.n, m.held["n"], m.listed[0]), inner="eager") for way in (way, "eager")]
     for one, other in zip(*(each[3:] for each in states), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
 
@@ -324,10 +312,9 @@ def test_inputs_that_are_negated_or_conjugated_when_they_are_read(inner):
             torch.testing.assert_close(run(make()), model(make()))
 
 
-@pytest.mark.parametrize("entry", ["transform", "train_step"])
-def test_a_negated_input_is_refused_under_inductor(entry):
+@pytest.mark.parametrize("way", ["transform", "step"])
+def test_a_negated_input_is_refused_under_inductor(way):
     model = Model(lambda m, t: m.layer(t[None]).square().sum(), layer=nn.Linear(6, 1))
-    run = apexfx.transform(model, opt_level="O0") if entry == "transform" else apexfx.train_step(
-        model, objective=lambda m, t: m(t), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0")
+    update = updates(way, model, lambda m, t: m(t), inner="inductor")
     with pytest.raises(ValueError, match=r"is to be negated .*give x.resolve_neg\(\)"):
-        run(LAZY["negated"]())
+        update(LAZY["negated"]())

@@ -219,3 +219,19 @@ class Scaled(apexfx.Part):
         for mean, g in zip(end.slots("mean"), end.gradients()):
             mean.lerp_(g.float(), 0.5)
         end.set_gradients([g / (norm + 1).to(g.dtype) for g, norm in zip(end.gradients(), end.norms.unbind())])
+
+
+def with_parts():
+    """Return options: averages, a part of one's own, gradients that are kept, and a safeguard."""
+    return {"ema": apexfx.EMA(0.9), "parts": [Scaled()], "max_grad_norm": 0.05, "keep_grads": True,
+            "safeguard": apexfx.Safeguard(spike_factor=9.0)}
+
+
+def same_ends(theirs, ours):
+    """Compare two steps of these options, and the models, which are float64."""
+    grads = [{name: p.grad for name, p in step.model.named_parameters()} for step in (theirs, ours)]
+    averages = [step.state_dict()["ema"]["averages"] for step in (theirs, ours)]
+    for expected, own in ((theirs.model.state_dict(), ours.model.state_dict()), grads, averages):
+        torch.testing.assert_close(whole(own), whole(expected), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole(ours.slot("mean")), theirs.slot("mean"))
+    torch.testing.assert_close(ours.slot("norms"), theirs.slot("norms"))

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import apexfx
 from apexfx.parallel import DistributedDataParallel
 from tests.distributed.launch import on_ranks
+from tests.small_models import take_step
 
 
 def net():
@@ -106,8 +107,8 @@ def a_weight_that_the_loss_uses(rank, world_size):
 def a_hook_that_uses_the_gradient(rank, world_size):
     x, model = batch(rank), transformed()
     loss = lambda model: square(model, x) + model[0].weight.square().sum()  # noqa: E731
-    square(model, x).backward()
     hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
+    square(model, x).backward()
     with refused("Step the optimizer after backward"):
         loss(model).backward()
     for hook in hooks:
@@ -232,9 +233,7 @@ def a_divisor_of_fully_shard(rank, world_size):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         if way == "fsdp2":
             for _ in range(2):
-                optimizer.zero_grad()
-                square(model, x).backward()
-                optimizer.step()
+                take_step(optimizer, square(model, x))
         else:
             make = lambda: apexfx.train_step(  # noqa: E731
                 model, objective=lambda model, x: square(model, x) * (world_size / 0.5), optimizer=optimizer, opt_level="O0",

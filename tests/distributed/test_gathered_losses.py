@@ -12,6 +12,7 @@ from torch import nn
 
 import apexfx
 from tests.distributed.launch import on_ranks, run_ranks
+from tests.small_models import take_step, train_on
 
 
 def listed(x):
@@ -118,12 +119,9 @@ def trained(rank, gather, style, level="O0", inner="eager"):
             run = torch.compile(run, backend="apex", options={**options, "ddp": False})
 
         def step(x, y):
-            optimizer.zero_grad()
-            run(x, y).backward()
-            optimizer.step()
+            take_step(optimizer, run(x, y))
 
-    for batch in batches(rank):
-        step(*batch)
+    train_on(step, batches(rank))
     return list(model.parameters())
 
 

@@ -14,6 +14,7 @@ import apexfx
 from tests.distributed.data_parallel_models import MODELS, batch, loss_of
 from tests.distributed.launch import on_ranks, run_ranks
 from tests.passes.generated_code import collective_order
+from tests.small_models import take_step
 
 
 class StillNeeded(nn.Module):
@@ -126,16 +127,12 @@ def _rows_of_no_rank(rank, world_size, entry):
         run = apexfx.transform(model, **options)
 
         def step(x):
-            own.zero_grad()
-            loss_fn(run(x)).backward()
-            own.step()
+            take_step(own, loss_fn(run(x)))
 
     for call in range(4):
         rows = [torch.randn(3 if call % 2 == 0 or other == 0 else 0, 3, 8, 8) for other in range(world_size)]
         step(rows[rank])
-        optimizer.zero_grad()
-        loss_fn(whole(torch.cat(rows))).backward()
-        optimizer.step()
+        take_step(optimizer, loss_fn(whole(torch.cat(rows))))
         for (name, p), q in zip(model.named_parameters(), whole.parameters()):
             torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4,
                                        msg=lambda text, name=name, call=call: f"{call} {name}: {text}")

@@ -18,6 +18,7 @@ from apexfx import ReplicaMismatchError
 from tests.distributed.launch import on_ranks, run_ranks
 from tests.distributed.test_train_step import batches
 from tests.own_optimizers import RMSprop
+from tests.small_models import train_on
 from tests.tables import table
 
 
@@ -153,13 +154,11 @@ def test_a_checkpoint_that_one_rank_alone_loads_is_found_at_the_next_check(rank,
 
 def agree(rank, world_size, options):
     _, step = make(1, **options)
-    for batch in batches(rank, 8):
-        step(*batch)
+    train_on(step, batches(rank, 8))
     step.flush()
     saved = step.state_dict()
     step.load_state_dict(saved)
-    for batch in batches(rank, 3):
-        step(*batch)
+    train_on(step, batches(rank, 3))
     step.state_dict()
 
 
@@ -183,8 +182,7 @@ def test_a_skipped_step_is_compared(rank, world_size):
 
 def test_one_rank_has_nobody_to_compare_with():
     _, step = make(1, ddp=False)
-    for batch in batches(0, 2):
-        step(*batch)
+    train_on(step, batches(0, 2))
     assert any("replica_check_interval=1 compares nothing" in note for note in step.report.notes)
 
 

@@ -95,7 +95,6 @@ def test_a_rank_that_reads_events_alone_takes_part_in_no_collective(rank, world_
     assert step.updated
 
 
-
 def mean(model, x, labels):
     return apexfx.Mean(F.cross_entropy(model(x), labels, reduction="sum"), len(labels))
 

@@ -20,6 +20,7 @@ from apexfx.optimizers import FusedAdam, FusedSGD
 from apexfx.parallel import convert_syncbn_model
 from tests.distributed.launch import on_ranks, run_ranks
 from tests.own_optimizers import RMSprop
+from tests.small_models import take_step, train_on
 from tests.tables import table
 from tests.train_step import test_other_leaves as leaves
 from tests.train_step import test_parts as parts
@@ -34,8 +35,12 @@ def net(sync_bn=False):
 
 def batches(rank, count):
     generator = torch.Generator().manual_seed(rank + 1)
-    return [(torch.randn(6, 2, 6, 6, generator=generator), torch.randint(0, 3, (6,), generator=generator))
-            for _ in range(count)]
+    return [(torch.randn(6, 2, 6, 6, generator=generator), torch.randint(0, 3, (6,), generator=generator)) for _ in range(count)]
+
+
+def step_of(model, loss_fn=F.mse_loss, optimizer=None, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
+    return apexfx.train_step(model, loss_fn, optimizer, **{"opt_level": "O0", "inner": "eager", "ddp": True, **options})
 
 
 def compare(rank, make=net, *, accumulate=1, max_grad_norm=None, sync_bn=False, **options):
@@ -78,10 +83,8 @@ def test_a_step_is_that_of_torch_ddp(rank, world_size):
 @on_ranks(2)
 def test_a_flush_of_other_numbers_of_calls_is_told(rank, world_size):
     model = net()
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3, ddp=True,
-                             inner="eager", opt_level="O0")
-    for batch in batches(rank, 1 + rank):
-        step(*batch)
+    step = step_of(model, F.cross_entropy, accumulate=3)
+    train_on(step, batches(rank, 1 + rank))
     with pytest.raises(apexfx.RankMismatchError, match=r"calls that flush\(\) applies"):
         step.flush()
 
@@ -90,9 +93,8 @@ def test_a_flush_of_other_numbers_of_calls_is_told(rank, world_size):
 @on_ranks(2)
 def test_a_flush_where_one_rank_or_none_has_gathered_gradients(rank, world_size):
     model = net()
-    step = apexfx.train_step(model, objective=lambda m, x, t, own: x.square().mean() if own else F.cross_entropy(m(x), t),
-                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3, ddp=True, inner="eager",
-                             opt_level="O0")
+    step = step_of(model, None, objective=lambda m, x, t, own: x.square().mean() if own else F.cross_entropy(m(x), t),
+                   accumulate=3)
     [(inputs, targets)], before = batches(rank, 1), model[0].weight.detach().clone()
     for own, updated in ((True, False), (rank == 0, True)):
         step(inputs.clone().requires_grad_(), targets, own)
@@ -105,8 +107,7 @@ def test_a_flush_where_one_rank_or_none_has_gathered_gradients(rank, world_size)
 @on_ranks(2)
 def test_a_call_that_accumulates_and_fails_on_one_rank_is_told_at_the_update(rank, world_size):
     model, [(x, y)] = net(), batches(rank, 1)
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2, ddp=True,
-                             inner="eager", opt_level="O0")
+    step = step_of(model, F.cross_entropy, accumulate=2)
     if rank:
         with pytest.raises(IndexError):
             step(x, torch.full_like(y, 9))
@@ -144,8 +145,7 @@ FAILING = {"plain": (net, {}), "synchronized": (lambda: net(True), {"sync_bn": T
 def fails_alone(rank, world_size, name):
     make, options = FAILING[name]
     model = make()
-    step = apexfx.train_step(model, objective=lambda m, x, y: F.cross_entropy(m(x), y), inner="eager", opt_level="O0",
-                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, **options)
+    step = step_of(model, None, objective=lambda m, x, y: F.cross_entropy(m(x), y), **options)
     for number, (kind, spoiled) in enumerate(FAILURES.items()):
         if kind in ("label", "dtype") and options.get("sync_bn"):  # found after batch norm has communicated
             continue
@@ -305,9 +305,8 @@ def number_of_one_rank(rank, world_size, names):
         optimizer, options = UPDATES[name]
         for first, change in ((0.1, None), (torch.tensor(0.1), None), (torch.tensor(0.1), torch.Tensor.fill_)):
             model = nn.Linear(3, 2)
-            step = apexfx.train_step(model, objective=branching if name == "in pieces" else lambda m, x, y: F.mse_loss(m(x), y),
-                                     optimizer=optimizer(model.parameters(), lr=first), ddp=True, opt_level="O0", inner="eager",
-                                     **options)
+            step = step_of(model, None, optimizer=optimizer(model.parameters(), lr=first),
+                           objective=branching if name == "in pieces" else lambda m, x, y: F.mse_loss(m(x), y), **options)
             step(*batch)
             group, before = step.optimizer.param_groups[0], copy.deepcopy(model.state_dict())
             if rank and change is not None:
@@ -334,11 +333,6 @@ class Heads(nn.Module):
 
     def forward(self, x, head):
         return self.heads[head](self.body(x))
-
-
-def step_of(model, **options):
-    return apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
-                             **{"ddp": True, **options})
 
 
 def refuses_other_heads(rank, world_size, heads, message):
@@ -375,17 +369,14 @@ def test_each_bucket_is_waited_for_and_applied_while_the_next_one_travels(rank, 
         return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512, bias=False), nn.Tanh())))
 
     model, reference = deep(), deep()
-    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
-                             ddp=apexfx.BucketConfig(message_size=2 * 512 * 512))
+    step = step_of(model, ddp=apexfx.BucketConfig(message_size=2 * 512 * 512))
     wrapped = nn.parallel.DistributedDataParallel(reference)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         x, y = torch.randn(4, 512, generator=generator), torch.randn(4, 512, generator=generator)
         step(x, y)
-        theirs.zero_grad()
-        F.mse_loss(wrapped(x), y).backward()
-        theirs.step()
+        take_step(theirs, F.mse_loss(wrapped(x), y))
     torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-6, atol=1e-7)
     words = [word for line in step.report.code(stage="step").splitlines()
              for word in ("all_reduce_", "wait_tensor", "sgd_") if f".{word}" in line]
@@ -406,8 +397,7 @@ def test_half_parameters_with_masters_are_averaged(rank, world_size):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     start = copy.deepcopy(model).bfloat16()
-    step = apexfx.train_step(model, F.mse_loss, FusedSGD(model.parameters(), lr=0.5, master_weights=True), opt_level="O3",
-                             dtype="bfloat16", ddp=True, inner="eager")
+    step = step_of(model, optimizer=FusedSGD(model.parameters(), lr=0.5, master_weights=True), opt_level="O3", dtype="bfloat16")
     reference = copy.deepcopy(start)
     wrapped = nn.parallel.DistributedDataParallel(reference)
     theirs = FusedSGD(reference.parameters(), lr=0.5, master_weights=True)
@@ -415,9 +405,7 @@ def test_half_parameters_with_masters_are_averaged(rank, world_size):
     for _ in range(3):
         x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)
         step(x, y)
-        theirs.zero_grad()
-        F.mse_loss(wrapped(x.bfloat16()).float(), y).backward()
-        theirs.step()
+        take_step(theirs, F.mse_loss(wrapped(x.bfloat16()).float(), y))
     masters = [step.optimizer.state[p]["master_param"] for p in model.parameters()]
     assert "all_reduce_" in step.report.code(stage="step") and same_on_all(world_size, masters)
     for p, q, first in zip(model.parameters(), reference.parameters(), start.parameters()):
@@ -442,17 +430,14 @@ def test_groups_share_buckets_and_unused_parameters_have_none(rank, world_size):
 
     for optimizer in (torch.optim.AdamW, RMSprop):
         model, reference = Partly(), Partly()
-        step = apexfx.train_step(model, F.mse_loss, optimizer(groups(model), lr=0.01), opt_level="O0", ddp=True, inner="eager",
-                                 keep_grads=True)
+        step = step_of(model, optimizer=optimizer(groups(model), lr=0.01), keep_grads=True)
         wrapped = nn.parallel.DistributedDataParallel(reference, find_unused_parameters=True)
         theirs = optimizer(groups(reference), lr=0.01)
         generator = torch.Generator().manual_seed(rank)
         for _ in range(3):
             x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)
             step(x, y)
-            theirs.zero_grad()
-            F.mse_loss(wrapped(x), y).backward()
-            theirs.step()
+            take_step(theirs, F.mse_loss(wrapped(x), y))
         assert len(step.report.buckets().buckets) == 1 and model.unused.weight.grad is None
         torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-6)
         assert same_on_all(world_size, [p.grad for p in model.parameters() if p.grad is not None])
@@ -463,8 +448,7 @@ def test_groups_share_buckets_and_unused_parameters_have_none(rank, world_size):
 def test_skips_are_told_by_a_rank_that_waits_for_nobody(rank, world_size):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8), nn.Linear(8, 4))
-    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", ddp=True,
-                             inner="eager", loss_scale="dynamic")
+    step = step_of(model, loss_scale="dynamic")
     if rank == 1:  # which alone is told
         step._skips_teller.skips_to_tell = lambda: 0
     for _ in range(12):
@@ -542,8 +526,7 @@ def test_averages_are_those_of_averaged_model_on_every_rank(rank, world_size):
 @on_ranks(2)
 def test_a_rank_that_runs_in_pieces_alone_is_told_and_so_is_the_other(rank, world_size):
     model, [batch] = Broken(breaks=rank == 1), batches(rank, 1)
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0",
-                             ddp=True, inner="eager", fallback="transform")
+    step = step_of(model, F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), fallback="transform")
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(apexfx.RankMismatchError, match="in pieces, since it cannot be captured as one graph"):
         step(*batch)
@@ -557,8 +540,7 @@ def test_a_rank_that_runs_in_pieces_alone_is_told_and_so_is_the_other(rank, worl
 @on_ranks(2)
 def test_a_rank_that_goes_over_to_pieces_alone_later_is_told_and_so_is_the_other(rank, world_size):
     model = Broken(breaks=False)
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0",
-                             inner="eager", ddp=True, fallback="transform")
+    step = step_of(model, F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), fallback="transform")
     data = batches(rank, 2)
     step(*data[0])
     model.breaks = rank == 1
@@ -572,8 +554,7 @@ def test_ranks_with_other_memory_formats_are_refused(rank, world_size):
     model = net()
     if rank == 1:
         model.to(memory_format=torch.channels_last)
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", ddp=True,
-                             inner="eager")
+    step = step_of(model, F.cross_entropy)
     [batch] = batches(rank, 1)
     with pytest.raises(RankMismatchError, match="0.weight"):
         step(*batch)

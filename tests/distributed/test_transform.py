@@ -70,6 +70,13 @@ def batches(rank, n):
     return [torch.randn(6, 8, generator=generator) for _ in range(n)]
 
 
+def check_trains(model, reference, rank, world_size):
+    for x in batches(rank, 2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        check(model, expected_gradients(reference, [x], world_size))
+
+
 @on_ranks(3)
 def test_averages(rank, world_size):
     model, reference = model_and_reference(rank)
@@ -77,10 +84,7 @@ def test_averages(rank, world_size):
     others = [torch.empty_like(flat) for _ in range(world_size)]
     dist.all_gather(others, flat)
     assert all(torch.equal(flat, other) for other in others)
-    for x in batches(rank, 2):
-        model.zero_grad()
-        model(x).square().mean().backward()
-        check(model, expected_gradients(reference, [x], world_size))
+    check_trains(model, reference, rank, world_size)
     assert len(model.report.buckets().buckets) > 1
     assert model.report.code(stage="backward").count("apexfx.ranks_agreed") == 1
 

@@ -84,7 +84,6 @@ def full_batch(model, x):
 
 @on_ranks(3)
 def test_matches_full_batch(rank, world_size):
-    worst = 0.0
     for offset in (0.0, 1000.0):
         whole, rows = batch(world_size, offset)
         start = sum(rows[:rank])
@@ -109,13 +108,11 @@ def test_matches_full_batch(rank, world_size):
                 assert_close(p.grad, q.grad, scale=30 * max(1.0, float(q.grad.abs().max())))
             for buffer, other in zip(model.buffers(), reference.buffers()):
                 assert_close(buffer, other, dtype=torch.float32, scale=5)  # of data that went through a layer and a convolution
-            worst = max(worst, float((y.detach().double() - y_full.detach()[mine]).abs().max())) if y.numel() else worst
             texts = (model.print_readable(after="lowered", print_output=False),
                      model.print_readable(stage="backward", print_output=False))
             # One a layer each way; a layer in a checkpoint sums its statistics once more in the backward pass.
             expected = [3, 4] if name == "fused" else [2, 2]
             assert [text.count("_c10d_functional.all_reduce") for text in texts] == expected, (name, texts)
-    print(f"rank {rank} of {world_size}: max |y - full batch in float64| = {worst:.1e}")
 
 
 @pytest.mark.long
@@ -238,15 +235,6 @@ def test_evaluation_without_running_statistics_is_local(rank, world_size):
         if rank == 0:  # a collective would hang here
             x = torch.randn(6, 4)
             assert_close(model(x), nn.functional.batch_norm(x.double(), None, None, training=True))
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_plain_backend(rank, world_size):
-    source = nn.BatchNorm1d(4)
-    reference, whole = copy.deepcopy(source).double(), torch.randn(3 * world_size, 4)
-    model = torch.compile(source, backend="apex", options={"opt_level": "O0", "sync_bn": True, "inner": "eager"}, fullgraph=True)
-    assert_close(model(whole[3 * rank:3 * rank + 3]), reference(whole.double())[3 * rank:3 * rank + 3])
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import torch
 
 import apexfx
 from tests.distributed.launch import run_ranks
-from tests.distributed.test_transform import batches, check, expected_gradients, model_and_reference
+from tests.distributed.test_transform import batches, check_trains, model_and_reference
 from tests.tables import table
 
 
@@ -18,13 +18,6 @@ def evaluate(model, x):
     with torch.no_grad():
         assert model.eval()(x).isfinite().all()
     model.train(training)
-
-
-def check_trains(model, reference, rank, world_size):
-    for x in batches(rank, 2):
-        model.zero_grad()
-        model(x).square().mean().backward()
-        check(model, expected_gradients(reference, [x], world_size))
 
 
 def again(model):

@@ -11,7 +11,19 @@ from torch import nn
 
 import apexfx
 from tests.distributed.launch import on_ranks
-from tests.unused_output_models import MODELS, Broken, BrokenView, Rows, Through, TwoHeads, Written, objective, optimizer_of
+from tests.small_models import take_step
+from tests.unused_output_models import (
+    MODELS,
+    Broken,
+    BrokenView,
+    Rows,
+    Through,
+    TwoHeads,
+    Written,
+    broken,
+    objective,
+    optimizer_of,
+)
 
 SMALL = apexfx.BucketConfig(message_size=100, timeout_s=20)
 # The outputs that each of two ranks uses, step by step.
@@ -82,39 +94,24 @@ def test_under_inductor(rank, world_size):
     _train(apexfx.transform(source, opt_level="O0", ddp=SMALL), source, wrapped, rank, STEPS[:4])
 
 
-def _train(model, source, wrapped, rank, steps):
+def _train(model, source, wrapped, rank, steps, step=None):
     optimizer, theirs = optimizer_of(source), optimizer_of(wrapped)
+    update = step(optimizer) if step else lambda x, used: take_step(optimizer, objective(model, x, used))
     torch.manual_seed(rank + 1)
     for used in steps:
         x = torch.randn(2, 4)
-        optimizer.zero_grad()
-        objective(model, x, used[rank]).backward()
-        optimizer.step()
-        theirs.zero_grad()
-        wrapped(x, used[rank]).backward()
-        theirs.step()
+        update(x, used[rank])
+        take_step(theirs, wrapped(x, used[rank]))
         _assert_equal(source, optimizer, wrapped, theirs)
 
 
 @pytest.mark.long
 @on_ranks(2)
 def test_a_step_in_pieces_averages_what_any_rank_uses(rank, world_size):
-    def broken(model, x, used):
-        torch._dynamo.graph_break()
-        return objective(model, x, used)
-
     model, wrapped = _twins(TwoHeads, 1 + rank)
-    optimizer, theirs = optimizer_of(model), optimizer_of(wrapped)
-    step = apexfx.train_step(model, None, optimizer, objective=broken, opt_level="O0", inner="eager", ddp=SMALL,
-                             fallback="transform", keep_grads=True)
-    torch.manual_seed(rank + 1)
-    for used in STEPS:
-        x = torch.randn(2, 4)
-        step(x, used[rank])
-        theirs.zero_grad()
-        wrapped(x, used[rank]).backward()
-        theirs.step()
-        _assert_equal(model, optimizer, wrapped, theirs)
+    options = {"opt_level": "O0", "inner": "eager", "ddp": SMALL, "fallback": "transform", "keep_grads": True}
+    _train(model, model, wrapped, rank, STEPS, lambda optimizer: apexfx.train_step(model, None, optimizer, objective=broken,
+                                                                                   **options))
 
 
 @pytest.mark.long

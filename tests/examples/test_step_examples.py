@@ -41,8 +41,7 @@ def number(line, after):
     return float(line.partition(f"{after} ")[2].split()[0].rstrip(","))
 
 
-train_classifier = functools.partial(
-    train, program=EXAMPLES / "step_image_classifier.py", checkpoint="step_image_classifier.pt")
+train_classifier = functools.partial(train, program=EXAMPLES / "step_image_classifier.py", checkpoint="step_image_classifier.pt")
 
 
 @pytest.mark.long

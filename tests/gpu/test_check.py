@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -59,21 +56,6 @@ def noting(name, then="", **options):
     return step(name, code + then, **options)
 
 
-def test_every_step_ends_with_a_sentence_and_the_next_one_runs(outcome):
-    crash = "import os, signal; print('at work', flush=True); os.kill(os.getpid(), signal.SIGSEGV)"
-    assert outcome(step("a"), step("b", "print('3 failed'); raise SystemExit(1)"), replace(step("c"), command=("/nowhere/tool",)),
-                   step("d", "print('Device not supported'); raise SystemExit(1)", refusals=check.SANITIZER_REFUSALS),
-                   step("e", crash), step("f", writes="f.json")) == {
-        "a": ("ok", "done"), "b": ("failed", "3 failed"), "d": ("skipped", "this machine refuses it: Device not supported"),
-        "c": ("failed", "not started: [Errno 2] No such file or directory: '/nowhere/tool'"),
-        "e": ("failed", "SIGSEGV; the last line was: at work"), "f": ("failed", "it wrote no row into f.json")}  # fmt: skip
-
-
-def test_nothing_runs_once_a_required_step_failed(outcome):
-    endings = outcome(step("build", "raise SystemExit('no compiler')", required=True), step("tests"))
-    assert endings == {"build": ("failed", "no compiler"), "tests": ("not run", "not run: build failed")}
-
-
 @pytest.mark.long
 def test_a_later_call_goes_on_where_the_first_stopped(outcome, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "LEAST_S", 0.2)
@@ -107,47 +89,11 @@ def test_an_edited_file_repeats_the_steps_that_read_it(outcome, tmp_path):
     assert [json.loads((tmp_path / f"results/{name}.json").read_text()) for name in "ab"] == [["row"]] * 2
 
 
-def test_steps_share_a_table_and_each_drops_its_own_rows(outcome, tmp_path):
-    (tmp_path / "a.py").write_text("1")
-    code = ("import json, pathlib; table = pathlib.Path('results/t.json')\n"
-            "rows = json.loads(table.read_text())['rows'] if table.exists() else []\n"
-            "table.write_text(json.dumps({'rows': [*rows, {'model': NAME}]}))")
-    planned = [step(name, code.replace("NAME", repr(name)), writes="t.json", model=name, reads=reads)
-               for name, reads in (("a", ("a.py",)), ("b", ()))]
-
-    def rows():
-        return [row["model"] for row in json.loads((tmp_path / "results/t.json").read_text())["rows"]]
-
-    outcome(planned[0])
-    assert rows() == ["a"]
-    outcome(*planned)  # that of another step's rows that is not there yet drops none
-    assert rows() == ["a", "b"]
-    (tmp_path / "a.py").write_text("2")
-    outcome(*planned)
-    assert rows() == ["b", "a"]
-    assert outcome(*planned, step("c", "pass", writes="t.json", model="c"))["c"] == ("failed", "it wrote no row into t.json")
-
-
 def test_what_a_step_has_written_is_copied_while_it_runs(outcome, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "COPY_S", 0.05)
     code = ("import pathlib, time; pathlib.Path('results/a.json').write_text('[1]'); copied = pathlib.Path('copy/a.json')\n"
             "while not copied.exists(): time.sleep(0.01)\nprint('copied')")
     assert outcome(step("a", code, writes="a.json", share_s=60.0)) == {"a": ("ok", "copied")}
-
-
-def test_the_compile_cache_is_kept_as_one_file(tmp_path):
-    results = check.Results([], tmp_path / "results", [tmp_path / "copy"], "", False)
-    cache = tmp_path / "inductor"
-    for name in ("fxgraph/a/b", "triton/0/kernel"):
-        (cache / name).parent.mkdir(parents=True)
-        (cache / name).write_text(name)
-    results.write()
-    check.pack_cache(results, cache)
-    shutil.rmtree(cache)
-    shutil.rmtree(tmp_path / "results")
-    later = check.Results([], tmp_path / "results", [tmp_path / "copy"], "", False)
-    check.unpack_cache(later, cache)
-    assert [path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file()] == ["fxgraph/a/b"]
 
 
 def alive(pid):
@@ -200,67 +146,6 @@ def test_the_plan_is_of_files_that_are_there_and_fits_the_budget(tmp_path):
     assert order[:7] == ["build", "load", "gpt2", "resnet50", "bert", "one rank", "amp host time"]
     written = check.Results(real, tmp_path, [], "", False).files
     assert len(written) <= 9, "few files, to be carried from machine to machine"
-
-
-WHOLE_STEPS = ("gpt2", "resnet50", "bert", "one rank", "amp host time")
-CALL = f"""
-import sys
-from tests.gpu import check
-every = check.steps
-check.steps = lambda *args: [step for step in every(*args) if step.name in {WHOLE_STEPS}]
-check.WORK = check.Path(sys.argv[1])
-sys.argv = ["check.py", "--dry-run", "--results", f"{{sys.argv[1]}}/results", "--budget-s", "3000"]
-sys.exit(check.main())
-"""
-
-
-def kill_all(pid):
-    """Kill a process and its descendants at once, as a machine that is given back does."""
-    children = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
-    os.kill(pid, signal.SIGSTOP)
-    for child in children:
-        kill_all(child)
-    os.kill(pid, signal.SIGKILL)
-
-
-def measured(folder):
-    """Return (file, model, variant, name) -> value of everything that is measured."""
-    found = {}
-    for path in folder.glob("[!.]*_cpu.json"):  # without what is being written
-        for row in json.loads(path.read_text())["rows"]:
-            found.update({(path.name, row["model"], row["variant"], name): value for name, value in row.items()})
-    return found
-
-
-@pytest.mark.long
-def test_whole_steps_that_are_killed_thrice_lose_nothing_and_measure_nothing_twice(tmp_path):
-    folder, kept = tmp_path / "results", {}
-    moments = [("gpt2", "train_step", "losses"), ("gpt2", "eager", "ms"), ("cnn", "alone", "losses"), None]
-    for moment in moments:
-        process = subprocess.Popen([sys.executable, "-c", CALL, str(tmp_path)], cwd=check.ROOT, start_new_session=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        while process.poll() is None and moment not in {key[1:] for key in measured(folder)}:
-            time.sleep(0.05)
-        if moment is not None:
-            assert process.poll() is None, process.stdout.read()[-3000:]
-            kill_all(process.pid)
-        printed = process.communicate()[0]
-        found = measured(folder)
-        assert {key: found.get(key) for key in kept} == kept
-        kept = found
-    assert process.returncode == 0, printed[-3000:]
-    assert {key[1:3] for key in found if key[3] == "kernels"} == {
-        *((model, variant) for model in ("gpt2", "resnet50", "bert")
-          for variant in ("torch.compile", "train_step", "torch.compile, CUDA graphs", "eager")),
-        *(("cnn", variant) for variant in ("alone", "ddp", "ddp, shard", "ddp, sync_bn"))}
-    refused = {key[1:3] for key in found if key[3] == "error"}
-    assert refused == {*((model, "train_step, CUDA graphs") for model in ("gpt2", "resnet50", "bert")),
-                       ("cnn", "ddp, sync_bn, CUDA graphs")}
-    assert all("not on CUDA" in found[key] for key in found if key[3] == "error")
-    assert all(len(found[key]) == 50 for key in found if key[0].startswith("whole") and key[3] == "losses")
-    assert {key[1:3] for key in found if key[3] == "functions"} == {("mlp", "ours"), ("mlp", "theirs")}
-    assert {path.name for path in folder.iterdir()} == {
-        check.RECORD, check.TRACE, check.CACHE, "whole_steps_cpu.json", "one_rank_cpu.json", "amp_profile_cpu.json"}
 
 
 @pytest.mark.long

@@ -139,19 +139,16 @@ def test_manual_rms_norm_keeps_apex_dtypes():
     assert_close(normalization.manual_rms_norm(x.float(), 8, None, 1e-5), expected)
 
 
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (lambda: fused_layer_norm(torch.ones(2, 3), 4), ValueError, r"shape \[2, 3\].*normalized_shape=\[4\]"),
-        (lambda: fused_layer_norm(torch.ones(2, 3), (5, 2, 3)), ValueError, "normalized_shape"),
-        (lambda: fused_layer_norm(torch.ones(2, 3), ()), ValueError, "normalized_shape"),
-        (lambda: fused_layer_norm([1.0], 1), TypeError, "input is a list"),
-        (lambda: FusedLayerNorm(1.5), TypeError, "normalized_shape=1.5"),
-        (lambda: FusedRMSNorm(3, eps=-1.0)(torch.ones(2, 3)), ValueError, "rms_norm: eps=-1.0"),
-        (lambda: FusedLayerNorm(3)(torch.ones(2, 3, dtype=torch.int64)), TypeError, "layer_norm: x is torch.int64"),
-        (lambda: FusedLayerNorm(3, device="meta")(torch.ones(2, 3)), ValueError, "layer_norm: weight is on meta"),
-    ],
-)
+@pytest.mark.parametrize("call, error, message", [
+    (lambda: fused_layer_norm(torch.ones(2, 3), 4), ValueError, r"shape \[2, 3\].*normalized_shape=\[4\]"),
+    (lambda: fused_layer_norm(torch.ones(2, 3), (5, 2, 3)), ValueError, "normalized_shape"),
+    (lambda: fused_layer_norm(torch.ones(2, 3), ()), ValueError, "normalized_shape"),
+    (lambda: fused_layer_norm([1.0], 1), TypeError, "input is a list"),
+    (lambda: FusedLayerNorm(1.5), TypeError, "normalized_shape=1.5"),
+    (lambda: FusedRMSNorm(3, eps=-1.0)(torch.ones(2, 3)), ValueError, "rms_norm: eps=-1.0"),
+    (lambda: FusedLayerNorm(3)(torch.ones(2, 3, dtype=torch.int64)), TypeError, "layer_norm: x is torch.int64"),
+    (lambda: FusedLayerNorm(3, device="meta")(torch.ones(2, 3)), ValueError, "layer_norm: weight is on meta"),
+])
 def test_bad_arguments_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -17,6 +17,7 @@ from apexfx.observe.interpreter import Interpreter
 from apexfx.observe.non_finite import NonFinite
 from apexfx.train_step.parts.safeguard import NOT_SEARCHED
 from tests.tables import table
+from tests.ways import updates
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 MASK = torch.eye(3, 4, dtype=torch.bool)
@@ -150,8 +151,7 @@ def test_dropout_is_that_of_the_call():
         return (model(x, "none").sum() / (kept - 2)).sum()
 
     model = Net()
-    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), inner="eager",
-                             opt_level="O0", safeguard=True)
+    step = updates("step", model, objective, lr=0.0, safeguard=True)
     torch.manual_seed(2)
     for _ in range(12):
         before = step.skipped
@@ -229,8 +229,7 @@ def test_a_model_in_another_mode_is_not_blamed_on_a_kernel():
             return (y * math.inf if self.training else y).square().mean()
 
     model = InTraining(4, 2)
-    step = apexfx.train_step(model, objective=lambda model, x: model(x), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                             opt_level="O0", inner="eager", safeguard=True)
+    step = updates("step", model, lambda model, x: model(x), safeguard=True)
     step(torch.randn(3, 4))
     model.eval()
     assert step.events[-1].where.endswith("or the model has changed since")

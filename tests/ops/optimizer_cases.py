@@ -165,10 +165,7 @@ def check(arguments: Arguments) -> None:
             assert_close(actual, wanted.to(actual.device), scale=4.0)  # a dozen roundings, and one sqrt
 
 
-SCALARS = (
-    {},
-    {"lr_tensor": 2e-2, "grad_scale": 512.0, "found_inf": 0.0, "clip_coefficient": 0.25},
-)
+SCALARS = ({}, {"lr_tensor": 2e-2, "grad_scale": 512.0, "found_inf": 0.0, "clip_coefficient": 0.25})
 
 
 def grid():

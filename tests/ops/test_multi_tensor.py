@@ -68,20 +68,17 @@ FLAG = torch.zeros(())
 
 
 @pytest.mark.parametrize("implementation", ["op", "reference"])
-@pytest.mark.parametrize(
-    "op,arguments,name",
-    [
-        ("scale", ([GOOD], [], FLAG), "outputs"),
-        ("scale", ([GOOD], [torch.ones(3)], FLAG), "outputs"),
-        ("scale", ([GOOD.long()], [GOOD], FLAG), "inputs"),
-        ("scale", ([GOOD], [GOOD.clone()], torch.zeros(2)), "found_inf"),
-        ("scale", ([GOOD], [GOOD.double()], FLAG), "outputs"),
-        ("axpby", ([GOOD], [GOOD], [GOOD.clone()], FLAG, 1.0, 1.0, 2), "arg_to_check"),
-        ("axpby", ([GOOD], [GOOD, GOOD], [GOOD.clone()], FLAG, 1.0, 1.0), "y"),
-        ("l2norm", ([GOOD.bool()],), "tensors"),
-        ("l2norm", ([GOOD], torch.ones(2)), "inv_scale"),
-    ],
-)
+@pytest.mark.parametrize("op,arguments,name", [
+    ("scale", ([GOOD], [], FLAG), "outputs"),
+    ("scale", ([GOOD], [torch.ones(3)], FLAG), "outputs"),
+    ("scale", ([GOOD.long()], [GOOD], FLAG), "inputs"),
+    ("scale", ([GOOD], [GOOD.clone()], torch.zeros(2)), "found_inf"),
+    ("scale", ([GOOD], [GOOD.double()], FLAG), "outputs"),
+    ("axpby", ([GOOD], [GOOD], [GOOD.clone()], FLAG, 1.0, 1.0, 2), "arg_to_check"),
+    ("axpby", ([GOOD], [GOOD, GOOD], [GOOD.clone()], FLAG, 1.0, 1.0), "y"),
+    ("l2norm", ([GOOD.bool()],), "tensors"),
+    ("l2norm", ([GOOD], torch.ones(2)), "inv_scale"),
+])
 def test_bad_arguments_raise_and_are_named(op, arguments, name, implementation):
     function = (
         getattr(OPS, f"multi_tensor_{op}").default

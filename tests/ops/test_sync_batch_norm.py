@@ -145,9 +145,7 @@ def captured(function, *inputs):
         for node in gm.graph.nodes:
             node.meta["val"] = node.meta.get("example_value")
         text["dynamo"] = format_graph(gm, only="apexfx|checkpoint")
-        return aot_autograd(fw_compiler=keep("forward", "apexfx"), bw_compiler=keep("backward", "apexfx"))(
-            gm, example_inputs
-        )
+        return aot_autograd(fw_compiler=keep("forward", "apexfx"), bw_compiler=keep("backward", "apexfx"))(gm, example_inputs)
 
     torch.compile(function, backend=backend, fullgraph=True)(*inputs).sum().backward()
     return text
@@ -229,15 +227,6 @@ def test_derivatives_of_derivatives(shape, relu):
         torch.testing.assert_close(*found)
 
 
-def test_frozen_input_or_parameters():
-    x, weight, bias = torch.randn(4, 3), torch.rand(3, requires_grad=True), torch.rand(3)
-    sync_batch_norm(x, weight, bias).square().sum().backward()
-    want = torch.autograd.grad(full_batch(x, weight, bias).square().sum(), weight)[0]
-    assert_close(weight.grad, want, scale=4)
-    assert x.grad is None and bias.grad is None
-    assert not sync_batch_norm(x, weight.detach(), bias).requires_grad
-
-
 class Backwards(TorchDispatchMode):
     """Keeps what every bn_backward is given."""
 
@@ -280,22 +269,18 @@ def test_group_name_is_empty_without_other_ranks():
     assert group_name() == ""
 
 
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"x": torch.zeros(4, 3, dtype=torch.int32)}, TypeError, "x is torch.int32"),
-        ({"x": torch.zeros(4)}, ValueError, "x has shape"),
-        ({"x": torch.zeros(1, 3)}, ValueError, "more than 1 value per channel"),
-        ({"weight": torch.zeros(4)}, ValueError, "weight has shape"),
-        ({"bias": torch.zeros(3, dtype=torch.int32)}, TypeError, "bias is torch.int32"),
-        ({"running_var": None}, ValueError, "both or neither"),
-        ({"residual": torch.zeros(3)}, ValueError, "residual is torch.float32 of"),
-        ({"residual": torch.zeros(4, 3).int()}, ValueError, "residual is torch.int32"),
-        ({"momentum": None}, ValueError, "num_batches_tracked"),
-        ({"eps": -1.0}, ValueError, "eps is -1.0"),
-    ],
-    ids=lambda value: str(list(value)[0]) if isinstance(value, dict) else None,
-)
+@pytest.mark.parametrize("change, error, message", [
+    ({"x": torch.zeros(4, 3, dtype=torch.int32)}, TypeError, "x is torch.int32"),
+    ({"x": torch.zeros(4)}, ValueError, "x has shape"),
+    ({"x": torch.zeros(1, 3)}, ValueError, "more than 1 value per channel"),
+    ({"weight": torch.zeros(4)}, ValueError, "weight has shape"),
+    ({"bias": torch.zeros(3, dtype=torch.int32)}, TypeError, "bias is torch.int32"),
+    ({"running_var": None}, ValueError, "both or neither"),
+    ({"residual": torch.zeros(3)}, ValueError, "residual is torch.float32 of"),
+    ({"residual": torch.zeros(4, 3).int()}, ValueError, "residual is torch.int32"),
+    ({"momentum": None}, ValueError, "num_batches_tracked"),
+    ({"eps": -1.0}, ValueError, "eps is -1.0"),
+], ids=lambda value: str(list(value)[0]) if isinstance(value, dict) else None)
 def test_bad_arguments(change, error, message):
     arguments = {"x": torch.zeros(4, 3), "weight": torch.ones(3), "bias": torch.zeros(3),
                  "running_mean": torch.zeros(3), "running_var": torch.ones(3), **change}  # fmt: skip

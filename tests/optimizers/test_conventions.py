@@ -134,21 +134,18 @@ def test_zero_grad_follows_the_constructor_and_the_call():
     assert FusedSGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).set_grad_none is False
 
 
-@pytest.mark.parametrize(
-    "make,error",
-    [
-        (lambda p: FusedAdam(p, lr=-1.0), ValueError),
-        (lambda p: FusedAdam(p, lr=float("nan")), ValueError),
-        (lambda p: FusedAdam(p, eps=-1e-8), ValueError),
-        (lambda p: FusedAdam(p, betas=(1.0, 0.9)), ValueError),
-        (lambda p: FusedAdam(p, weight_decay=-1), ValueError),
-        (lambda p: FusedAdam(p, amsgrad=True), RuntimeError),
-        (lambda p: FusedLAMB(p, amsgrad=True), RuntimeError),
-        (lambda p: FusedNovoGrad(p, norm_type=1), RuntimeError),
-        (lambda p: FusedSGD(p, lr=0.1, nesterov=True), ValueError),
-        (lambda p: FusedAdam(p).step(grads=[1]), RuntimeError),
-    ],
-)
+@pytest.mark.parametrize("make,error", [
+    (lambda p: FusedAdam(p, lr=-1.0), ValueError),
+    (lambda p: FusedAdam(p, lr=float("nan")), ValueError),
+    (lambda p: FusedAdam(p, eps=-1e-8), ValueError),
+    (lambda p: FusedAdam(p, betas=(1.0, 0.9)), ValueError),
+    (lambda p: FusedAdam(p, weight_decay=-1), ValueError),
+    (lambda p: FusedAdam(p, amsgrad=True), RuntimeError),
+    (lambda p: FusedLAMB(p, amsgrad=True), RuntimeError),
+    (lambda p: FusedNovoGrad(p, norm_type=1), RuntimeError),
+    (lambda p: FusedSGD(p, lr=0.1, nesterov=True), ValueError),
+    (lambda p: FusedAdam(p).step(grads=[1]), RuntimeError),
+])
 def test_bad_settings_raise(make, error):
     with pytest.raises(error):
         make([torch.nn.Parameter(torch.ones(2))])

@@ -16,8 +16,9 @@ import torch
 from torch import optim
 
 from tests.optimizers import foreign_optimizers as foreign
+from tests.small_models import take_step
 from tests.tables import table
-from tests.train_step.test_optimizers import Net, assert_same, batches, eager_step, loss_of, made, name_of
+from tests.train_step.test_optimizers import Net, assert_same, batches, beside, eager_step, loss_of, made, name_of, step_of
 from tests.train_step.test_step import ROUNDING
 
 import apexfx  # isort: skip
@@ -42,9 +43,7 @@ CASES = [
 
 @table(3, "case", CASES, ids=name_of)
 def test_twenty_steps_with_a_schedule_a_skip_and_a_checkpoint_are_those_of_its_own_step(case):
-    model, reference = Net(), Net()
-    optimizer, theirs = made(case, model), made(case, reference)
-    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager", loss_scale=1024.0)
+    model, reference, optimizer, theirs, step = beside(lambda net: made(case, net), loss_scale=1024.0)
     schedules = [optim.lr_scheduler.CosineAnnealingLR(each, 20) for each in (optimizer, theirs)]
     for place, (x, target) in enumerate(batches(20)):
         if place == 7:
@@ -65,9 +64,7 @@ def test_twenty_steps_with_a_schedule_a_skip_and_a_checkpoint_are_those_of_its_o
 
 @table(1, "case", CASES, ids=name_of)
 def test_a_clipped_update_is_that_of_clipped_gradients(case):
-    model, reference = Net(), Net()
-    optimizer, theirs = made(case, model), made(case, reference)
-    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager", max_grad_norm=0.5)
+    model, reference, optimizer, theirs, step = beside(lambda net: made(case, net), max_grad_norm=0.5)
     for batch in batches(3):
         step(*batch)
         eager_step(reference, [theirs], *batch, max_grad_norm=0.5)
@@ -77,9 +74,7 @@ def test_a_clipped_update_is_that_of_clipped_gradients(case):
 
 @pytest.mark.parametrize("kind", [foreign.Masked, foreign.Previous])
 def test_what_moves_to_another_place_of_the_state_is_what_was_there_before(kind):
-    model, reference = Net(), Net()
-    optimizer, theirs = (kind(each.parameters(), lr=0.01) for each in (model, reference))
-    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
+    model, reference, optimizer, theirs, step = beside(lambda net: kind(net.parameters(), lr=0.01))
     for batch in batches(3):
         step(*batch)
         eager_step(reference, [theirs], *batch)
@@ -131,9 +126,7 @@ def test_a_step_that_counts_in_its_program_is_an_error(kind):
 
 @table(1, "kind, reason", REFUSED)
 def test_what_no_graph_holds_runs_outside_of_it_and_the_report_has_the_line(kind, reason):
-    model, reference = Net(), Net()
-    optimizer, theirs = (kind(each.parameters(), lr=0.01) for each in (model, reference))
-    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
+    model, reference, optimizer, theirs, step = beside(lambda net: kind(net.parameters(), lr=0.01))
     [note] = [note for note in step.report.notes if "outside of the graph" in note]
     assert re.search(reason, note), note
     for batch in batches(3):
@@ -176,8 +169,7 @@ OPTIONS = {
 def test_what_a_step_reads_of_its_optimizer_is_read_again_where_it_changes(name):
     model = Net()
     optimizer = foreign.OfOptions(model.parameters(), lr=0.1)
-    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
-    assert "outside of the graph" not in str(step.report)
+    step = step_of(model, optimizer)
     data = batches(2)
     step(*data[0])
     OPTIONS[name](optimizer)
@@ -200,8 +192,7 @@ def test_what_a_step_reads_of_its_program_is_read_again_where_it_changes(name, m
         monkeypatch.setattr(foreign, each, 1.0)
     monkeypatch.setattr(foreign, "RATES", {"rate": 1.0})
     optimizer = foreign.OfProgram(model.parameters(), lr=0.1)
-    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
-    assert "outside of the graph" not in str(step.report)
+    step = step_of(model, optimizer)
     data = batches(2)
     step(*data[0])
     PROGRAM[name]()
@@ -211,9 +202,7 @@ def test_what_a_step_reads_of_its_program_is_read_again_where_it_changes(name, m
 
 
 def test_what_is_set_on_one_parameter_and_then_on_another_is_of_the_other():
-    model, reference = Net(), Net()
-    optimizer, theirs = (foreign.OfOptions(each.parameters(), lr=0.1) for each in (model, reference))
-    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, opt_level="O0", inner="eager")
+    model, reference, optimizer, theirs, step = beside(lambda net: foreign.OfOptions(net.parameters(), lr=0.1))
     for number, batch in enumerate(batches(3)):
         for each in (model, reference):
             for place, p in enumerate(each.parameters()):
@@ -276,9 +265,7 @@ def test_rare_steps_are_those_of_eager(name):
             each.param_groups[0][option] = 0.1 / (1 + number)
         target = target % (3 * len(heads))
         step(x, target, heads)
-        theirs.zero_grad()
-        (scale * loss_of(reference, x, target, heads)).backward()
-        theirs.step()
+        take_step(theirs, scale * loss_of(reference, x, target, heads))
         assert_same(model.state_dict(), reference.state_dict())
         assert_same(*(each.state_dict()["state"] for each in (optimizer, theirs)))
 
@@ -356,9 +343,7 @@ def test_two_threads_trace_two_optimizers_at_once_and_names_are_what_they_were()
     for model, reference, lr in zip(models, references, (0.1, 0.3)):
         optimizer = Slow(reference.parameters(), lr)
         for _ in range(2):
-            optimizer.zero_grad()
-            loss_fn(reference(x), y).backward()
-            optimizer.step()
+            take_step(optimizer, loss_fn(reference(x), y))
         assert_same(model.state_dict(), reference.state_dict())
 
 

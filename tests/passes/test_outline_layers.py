@@ -17,6 +17,7 @@ from apexfx.graph.nodes import value
 from apexfx.passes import outline_layers
 from apexfx.passes.outline_layers import OutlineLayers, invoke_subgraph
 from tests.passes.blocks import Block
+from tests.small_models import take_step
 from tests.tables import table
 
 WIDTH, ROWS, LAYERS = 16, 4, 5
@@ -240,17 +241,13 @@ def test_code_has_the_numbers_of_eager(program, door):
         report = model.report
         for _ in range(2):
             losses.append(loss_of(model(x)))
-            losses[-1].backward()
-            optimizers[1].step()
-            optimizers[1].zero_grad()
+            take_step(optimizers[1], losses[-1])
     assert not PROGRAMS[program] or any(
         "invoke_subgraph" in text for stage in report.graphs[0].stages for text in (stage.lowered, stage.passes[-1].code))
     for found in losses:
         loss = loss_of(eager(x))
         torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64), loss.detach(), rtol=1e-10, atol=0)
-        loss.backward()
-        optimizers[0].step()
-        optimizers[0].zero_grad()
+        take_step(optimizers[0], loss)
     torch.testing.assert_close(list(compiled.parameters()), list(eager.parameters()), rtol=0, atol=1e-10)
 
 

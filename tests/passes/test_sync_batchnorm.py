@@ -214,16 +214,12 @@ def test_nothing_moves_past_a_second_use_of_the_same_buffers():
         assert_close(got.double(), want.double(), dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [
-        nn.BatchNorm2d(3, affine=False),
-        nn.BatchNorm2d(3, track_running_stats=False),
-        nn.BatchNorm2d(3, momentum=0.3, eps=1e-3),
-        nn.SyncBatchNorm(3),
-    ],
-    ids=["affine=False", "track_running_stats=False", "options", "SyncBatchNorm"],
-)
+@pytest.mark.parametrize("norm", [
+    nn.BatchNorm2d(3, affine=False),
+    nn.BatchNorm2d(3, track_running_stats=False),
+    nn.BatchNorm2d(3, momentum=0.3, eps=1e-3),
+    nn.SyncBatchNorm(3),
+], ids=["affine=False", "track_running_stats=False", "options", "SyncBatchNorm"])
 def test_modules(norm):
     model = Block(lambda y, z: y, norm)
     x, z = draw()
@@ -236,17 +232,13 @@ def test_modules(norm):
         assert_close(got.double(), want.double(), dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, m, v, w, b: F.batch_norm(x, m, v, w, b, True),
-        lambda x, m, v, w, b: F.batch_norm(x, running_mean=m, running_var=v, weight=w, bias=b, training=True),
-        lambda x, m, v, w, b: torch.batch_norm(x, w, b, m, v, True, 0.1, 1e-5, False),
-        lambda x, m, v, w, b: torch.ops.aten.batch_norm.default(x, w, b, m, v, True, 0.1, 1e-5, False),
-        lambda x, m, v, w, b: torch.ops.aten.batch_norm(x, w, b, m, v, True, 0.1, 1e-5, False),
-    ],
-    ids=["F.batch_norm", "keywords", "torch.batch_norm", "aten.batch_norm", "packet"],
-)
+@pytest.mark.parametrize("call", [
+    lambda x, m, v, w, b: F.batch_norm(x, m, v, w, b, True),
+    lambda x, m, v, w, b: F.batch_norm(x, running_mean=m, running_var=v, weight=w, bias=b, training=True),
+    lambda x, m, v, w, b: torch.batch_norm(x, w, b, m, v, True, 0.1, 1e-5, False),
+    lambda x, m, v, w, b: torch.ops.aten.batch_norm.default(x, w, b, m, v, True, 0.1, 1e-5, False),
+    lambda x, m, v, w, b: torch.ops.aten.batch_norm(x, w, b, m, v, True, 0.1, 1e-5, False),
+], ids=["F.batch_norm", "keywords", "torch.batch_norm", "aten.batch_norm", "packet"])
 def test_spellings(call):
     x = draw()[0]
     vectors = [v.clone() for v in torch.rand(4, 3)]

@@ -122,9 +122,7 @@ def test_decide(kind, dtypes, expected):
     assert decide(Rule(kind, "for the test"), dtypes, bf16) == expected
 
 
-@pytest.mark.parametrize(
-    "dtypes", [(f64, f32, bf16), (f64,), (torch.int64, f64), (torch.bool, torch.int32, None)], ids=str
-)
+@pytest.mark.parametrize("dtypes", [(f64, f32, bf16), (f64,), (torch.int64, f64), (torch.bool, torch.int32, None)], ids=str)
 def test_no_rule_casts_an_integer_or_lowers_a_double(dtypes):
     for rule in (*RULES.values(), *map(consistent, RULES.values())):
         for dtype, target in zip(dtypes, decide(rule, dtypes, f16)):

@@ -15,6 +15,7 @@ from torch import nn, optim
 
 import apexfx
 from apexfx import optimizers as fused
+from tests.small_models import take_step, train_on
 from tests.tables import table
 
 MISSING = object()
@@ -140,8 +141,7 @@ def rows():
 @functools.cache
 def trained():
     step = make()
-    for batch in batches(2):
-        step(*batch)
+    train_on(step, batches(2))
     return copy.deepcopy(step.state_dict())
 
 
@@ -251,9 +251,7 @@ def matrix(name):
 
 
 def eager_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    F.mse_loss(model(x), y).backward()
-    optimizer.step()
+    take_step(optimizer, F.mse_loss(model(x), y))
 
 
 @functools.cache

@@ -618,8 +618,7 @@ def a_mixup_by_numpy(cured):
         share = drawn[0] if drawn else float(np.random.beta(0.2, 0.2))
         return square(model, share * x + (1 - share) * x.flip(0))
 
-    return {"objective": objective,
-            "batch": lambda x, k: (x, torch.tensor(np.random.beta(0.2, 0.2))) if cured else (x,)}
+    return {"objective": objective, "batch": lambda x, k: (x, torch.tensor(np.random.beta(0.2, 0.2))) if cured else (x,)}
 
 
 @cure("is a random.Random.* outside and give the number as a tensor")
@@ -675,8 +674,7 @@ def a_hook_on_all_modules(cured):
     model = Net()
     if cured:
         model.layer.register_forward_hook(twice)
-    return {"model": model, **({} if cured else {
-        "context": lambda: nn.modules.module.register_module_forward_hook(twice)})}
+    return {"model": model, **({} if cured else {"context": lambda: nn.modules.module.register_module_forward_hook(twice)})}
 
 
 @cure("remove it, or train with apexfx.transform")

@@ -12,17 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.func import jvp
-from torch.utils.checkpoint import checkpoint
 
 import apexfx
+from tests.small_models import take_step
 from tests.tables import table
 from tests.train_step.derivative_losses import ENERGY, FORCE, LOSSES, X, forces, heat, mlp, written_out
+from tests.ways import updates
 
 NO_AUTOCAST = "directional_derivative"  # which eager torch fails at
 NEAR = 0.05  # how far bfloat16 may take an update from that of autocast, in the 2-norm
 
 
-def updates(name, level, inner):
+def changes(name, level, inner):
     """Return what one step of SGD changes in eager torch under autocast, and what ours does."""
     torch.manual_seed(0)
     source, objective, batch = LOSSES[name]()
@@ -43,21 +44,21 @@ def updates(name, level, inner):
 
 @table(3, "name", LOSSES)
 def test_a_step_is_that_of_eager(name):
-    expected, found = updates(name, "O0", "eager")
+    expected, found = changes(name, "O0", "eager")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     assert expected.norm() > 1e-6
 
 
 @table(2, "name, level", [(name, level) for name in LOSSES for level in ("O1", "O2") if name != NO_AUTOCAST])
 def test_low_precision_is_near_autocast(name, level):
-    expected, found = updates(name, level, "eager")
+    expected, found = changes(name, level, "eager")
     assert (found - expected).norm() <= NEAR * expected.norm()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LOSSES)
 def test_code_of_inductor_is_that_of_eager(name):
-    expected, found = updates(name, "O0", "inductor")
+    expected, found = changes(name, "O0", "inductor")
     assert (found - expected).norm() <= 1e-4 * expected.norm()
 
 
@@ -75,14 +76,11 @@ def test_sizes_that_vary_take_one_graph():
     model, objective, _ = LOSSES["forces_on_a_graph"]()
     expected = copy.deepcopy(model)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0",
-                             dynamic=True, inner="eager")
+    step = updates("step", model, objective, dynamic=True)
     for atoms in (8, 5, 12, 9, 6):
         source = torch.arange(2 * atoms) % atoms
         batch = torch.randn(atoms, 3), source, (source + torch.randint(1, atoms, source.shape)) % atoms, torch.randn(atoms, 3)
-        optimizer.zero_grad()
-        objective(expected, *batch).backward()
-        optimizer.step()
+        take_step(optimizer, objective(expected, *batch))
         step(*batch)
     torch.testing.assert_close(dict(model.named_parameters()), dict(expected.named_parameters()))
     assert len(step.report.graphs) == 1
@@ -99,8 +97,7 @@ def test_a_third_derivative_of_a_norm_is_right(norm):
     model = mlp(norm)
     source, expected = copy.deepcopy(model), written_out(model)
     heat(expected, X.double()).backward()
-    step = apexfx.train_step(model, objective=heat, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O0",
-                             inner="eager")
+    step = updates("step", model, heat, lr=1.0)
     step(X)
     for before, after, want in zip(source.parameters(), model.parameters(), expected.parameters()):
         torch.testing.assert_close(before - after, torch.zeros_like(before) if want.grad is None else want.grad.float(),
@@ -149,8 +146,7 @@ def test_tensors_come_in_any_iterable_to_grad(spelling):
     source.kept = nn.ParameterList(source.parameters())
     expected, objective = copy.deepcopy(source), functools.partial(squared_gradients, spelling)
     objective(expected, X).backward()
-    step = apexfx.train_step(source, objective=objective, optimizer=torch.optim.SGD(source.parameters(), lr=1.0), opt_level="O0",
-                             inner="eager")
+    step = updates("step", source, objective, lr=1.0)
     before = [p.detach().clone() for p in source.parameters()]
     step(X)
     for old, p, of_eager in zip(before, source.parameters(), expected.parameters()):
@@ -175,28 +171,6 @@ def test_a_second_derivative_of_a_recurrent_layer_is_refused(kind):
         step(X, ENERGY, FORCE)
 
 
-def test_a_derivative_of_a_checkpoint_is_refused():
-    """Which would be computed again for two backwards."""
-    model = mlp()
-    checkpointed = functools.partial(checkpoint, model, use_reentrant=False)
-    step = apexfx.train_step(model, objective=lambda _, *batch: forces(checkpointed, *batch),
-                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
-    with pytest.raises(RuntimeError, match="a derivative of what checkpoints activations.*\n.*Leave the checkpoint out"):
-        step(X, ENERGY, FORCE)
-
-
-def test_a_derivative_without_create_graph_is_refused():
-    def objective(model, x, energy, force):
-        x = x.detach().requires_grad_()
-        out = model(x)
-        return (out - energy).square().mean() + (torch.autograd.grad(out.sum(), x)[0] + force).square().mean()
-
-    model = mlp()
-    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager")
-    with pytest.raises(RuntimeError, match="needs create_graph=True"):
-        step(X, ENERGY, FORCE)
-
-
 def slope_by(make):
     def objective(model, x):
         x = make(x)
@@ -209,8 +183,7 @@ def slope_by(make):
                                   lambda x: torch.zeros(x.shape, requires_grad=True)])
 def test_a_tensor_that_is_to_require_a_gradient_is_refused_with_what_to_write(make):
     model = mlp()
-    refused, step = (apexfx.train_step(model, objective=slope_by(how), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                                       opt_level="O0", inner="eager") for how in (make, lambda x: x.detach().requires_grad_()))
+    refused, step = (updates("step", model, slope_by(how)) for how in (make, lambda x: x.detach().requires_grad_()))
     with pytest.raises(RuntimeError, match=r"Write x\.detach\(\)\.requires_grad_\(\)"):
         refused(X.clone())
     expected = slope_by(lambda x: x.requires_grad_())(model, X.clone())
@@ -223,33 +196,12 @@ def test_a_forward_derivative_that_is_not_captured_leaves_autograd_on():
         return jvp(model, (x,), (x,))[1].square().mean()
 
     model = mlp(nn.LayerNorm)
-    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0",
-                             inner="eager")
+    step = updates("step", model, objective)
     expected = objective(model, X)
     with pytest.raises(RuntimeError, match=r"Differentiate backward: .* in that of hessian\(f\)\. All"):
         step(X)
     gc.collect()
     assert torch.equal(objective(model, X), expected)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.pow(3)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 3 * ctx.saved_tensors[0].square() * grad
-
-
-def test_a_second_derivative_of_a_function_is_refused():
-    """Its backward is a graph of its own, of which autograd would take the derivative for zero."""
-    model = nn.Linear(3, 1)
-    step = apexfx.train_step(model, objective=lambda model, *batch: forces(lambda x: Cube.apply(model(x)), *batch),
-                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager")
-    with pytest.raises(ValueError, match=r"holds a derivative, and test_derivatives.py:\d+ calls a torch.autograd.Function"):
-        step(X, ENERGY, FORCE)
 
 
 def forward_derivative(function, model, x):
@@ -259,8 +211,7 @@ def forward_derivative(function, model, x):
 @pytest.mark.parametrize("function", [torch.linalg.det, Tensor.logdet, lambda h: torch.slogdet(h)[1]])
 def test_a_wrong_derivative_of_a_forward_one_is_refused(function):
     model = nn.Linear(4, 4)
-    step = apexfx.train_step(model, objective=functools.partial(forward_derivative, function), opt_level="O0", inner="eager",
-                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    step = updates("step", model, functools.partial(forward_derivative, function))
     with pytest.raises(ValueError, match=r"a forward derivative .*, and test_derivatives.py:\d+ calls \w*det, of which"):
         step(torch.eye(4))
 

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import apexfx
 from apexfx.optimizers import FusedAdam
+from tests.small_models import take_step, train_on
 
 SGD, AdamW, RAdam = torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam
 
@@ -91,9 +92,7 @@ def test_an_averaged_model_works_around_a_step_as_around_a_loop():
     step = apexfx.train_step(models[0], objective=objective, optimizer=optimizers[0], opt_level="O0", inner="eager")
     for number, batch in enumerate(batches(6), 1):
         step(*batch)
-        optimizers[1].zero_grad()
-        objective(models[1], *batch).backward()
-        optimizers[1].step()
+        take_step(optimizers[1], objective(models[1], *batch))
         if number % 2 == 0:
             for average, model in zip(averages, models):
                 average.update_parameters(model)
@@ -233,8 +232,7 @@ def test_parameters_of_the_objective_are_not_averaged():
 @pytest.mark.long
 def test_it_goes_on_from_a_checkpoint():
     step, other = make(), make()
-    for batch in batches(3):
-        step(*batch)
+    train_on(step, batches(3))
     state = copy.deepcopy(step.state_dict())
     other.load_state_dict(state)
     assert_equal(other.ema_model.state_dict(), step.ema_model.state_dict())

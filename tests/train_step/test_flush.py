@@ -14,7 +14,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 import apexfx
 from apexfx.optimizers import FusedNovoGrad
 from tests.own_optimizers import RMSprop
-from tests.small_models import branching
+from tests.small_models import branching, train_on
 from tests.tables import table
 from tests.train_step.test_step import ROUNDING, assert_same
 
@@ -64,8 +64,7 @@ def eager(data, optimizer=SGD, *, accumulate=1, scale=1.0, max_grad_norm=None, d
 @table(1, "options", [{}, PIECES, {"loss_scale": 1024.0}], ids=["graph", "pieces", "scale"])
 def test_accumulation_trains_as_eager(options):
     step, data = make(accumulate=3, **options), batches(6)
-    for batch in data:
-        step(*batch)
+    train_on(step, data)
     reference, _ = eager(data, accumulate=3, scale=options.get("loss_scale", 1.0))
     assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
 
@@ -96,11 +95,9 @@ def test_flush_applies_the_average_of_what_is_there(options):
 def test_calls_after_a_flush_begin_an_accumulation():
     data = batches(5)
     step = make(AdamW, accumulate=3)
-    for batch in data[:2]:
-        step(*batch)
+    train_on(step, data[:2])
     step.flush()
-    for batch in data[2:]:
-        step(*batch)
+    train_on(step, data[2:])
     reference = net()
     optimizer = AdamW(reference.parameters(), lr=0.1)
     for part in (data[:2], data[2:]):
@@ -166,8 +163,7 @@ def test_an_update_that_does_not_compile_has_changed_nothing():
     with pytest.raises(ValueError, match="as it was told"):
         step(*data[1])
     fails.fails = False
-    for batch in data[1:]:
-        step(*batch)
+    train_on(step, data[1:])
     assert_same(step.model.state_dict(), eager(data, AdamW, accumulate=2)[0].state_dict(), **ROUNDING)
     assert len(step.report.graphs) == 2
 
@@ -187,8 +183,7 @@ def test_a_parameter_that_a_call_writes_is_refused_before_it_accumulates():
 
 def test_the_report_of_an_accumulating_step_says_what_its_graphs_are_for():
     step = make(accumulate=2)
-    for batch in batches(2):
-        step(*batch)
+    train_on(step, batches(2))
     assert str(step.report).count("graph 0: accumulates gradients, for calls of accumulate=") == 1
     assert "graph 1: update" in str(step.report)
     assert "no_sync" not in str(step.report)
@@ -217,8 +212,7 @@ def test_grad_norm_is_that_of_the_unscaled_gradients_before_clipping(options):
 
 def test_an_infinite_limit_changes_no_bit_and_adds_no_factor():
     step, data = make(max_grad_norm=math.inf, lr=0.125), batches(3)
-    for batch in data:
-        step(*batch)
+    train_on(step, data)
     assert_same(step.model.state_dict(), eager(data, lr=0.125)[0].state_dict())
     assert "clip_coefficient" not in step.print_readable(print_output=False)
 
@@ -252,8 +246,7 @@ def default_dtype(request):
 def test_any_default_dtype(default_dtype, optimizer):
     def train():
         step = make(optimizer, model=model, accumulate=2, max_grad_norm=0.1, loss_scale="dynamic")
-        for batch in data:
-            step(*batch)
+        train_on(step, data)
         assert step.updated and step.grad_norm.dtype == torch.float32
         return step.state_dict()
 
@@ -270,8 +263,7 @@ def test_a_model_of_the_default_dtype_trains(default_dtype):
     expected = eager(data, dtype=default_dtype)[0].state_dict()
     torch.set_default_dtype(default_dtype)
     step = make(model=model, loss_scale=1.0)
-    for batch in data:
-        step(*batch)
+    train_on(step, data)
     # The loss of a half model is float32 here.
     tolerance = {} if default_dtype == torch.float64 else {"rtol": 0, "atol": 2 * torch.finfo(default_dtype).eps}
     assert_same(model.state_dict(), expected, **tolerance)
@@ -284,8 +276,7 @@ def test_a_model_of_the_default_dtype_trains(default_dtype):
 def test_float64_is_clipped_and_unscaled_in_float64(options):
     data = batches(5, torch.float64)
     step = make(model=net(torch.float64), **options)
-    for batch in data:
-        step(*batch)
+    train_on(step, data)
     reference, norms = eager(data, scale=options.get("loss_scale", 1.0), max_grad_norm=options.get("max_grad_norm"),
                              dtype=torch.float64)
     assert_same(step.model.state_dict(), reference.state_dict(), rtol=1e-14, atol=1e-15)

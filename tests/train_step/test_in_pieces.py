@@ -18,7 +18,9 @@ from apexfx.compiler.forward_errors import LIBRARIES
 from apexfx.optimizers import FusedAdam
 from apexfx.passes.base import Pass
 from tests.own_optimizers import Adagrad
+from tests.small_models import take_step, train_on
 from tests.tables import table
+from tests.ways import updates
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # as of tests/train_step/test_step.py
@@ -42,8 +44,7 @@ class Broken(nn.Module):
 
 def batches(count, size=6):
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator))
-            for _ in range(count)]
+    return [(torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator)) for _ in range(count)]
 
 
 def make(optimizer=AdamW, numbers=None, *, model=None, loss_fn=F.cross_entropy, **options):
@@ -93,7 +94,7 @@ OBSTACLES = {
 def test_a_step_in_pieces_is_that_of_eager_torch(obstacle, capsys):
     data = batches(6)
     step = make(SGD, {"lr": 0.1, "momentum": 0.9}, model=Broken(OBSTACLES[obstacle]))
-    losses = [step(*batch) for batch in data]
+    losses = train_on(step, data)
     reference, theirs = eager(SGD, {"lr": 0.1, "momentum": 0.9}, data, model=Broken(OBSTACLES[obstacle]))
     same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
     same([step.optimizer.state[p]["momentum_buffer"] for p, q in zip(step.model.parameters(), reference.parameters())
@@ -111,8 +112,7 @@ def test_a_step_in_pieces_is_that_of_eager_torch(obstacle, capsys):
 def test_clipping_and_accumulation_are_those_of_eager_torch(optimizer, options):
     data = batches(6)
     step = make(optimizer, **options)
-    for batch in data:
-        step(*batch)
+    train_on(step, data)
     reference, _ = eager(optimizer, {"lr": 0.01}, data, **options)
     same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
     assert ("Adagrad updates outside of the graph" in str(step.report)) == (optimizer is Adagrad)
@@ -171,8 +171,7 @@ def test_a_step_that_ran_as_one_graph_goes_on_in_pieces_amid_an_accumulation():
     model = Broken(lambda x: torch._dynamo.graph_break() if len(x) == 5 else None)
     data = [*batches(3), *batches(3, size=5)]
     step = make(model=model, accumulate=2)
-    for batch in data:
-        step(*batch)
+    train_on(step, data)
     reference, _ = eager(AdamW, {"lr": 0.01}, data, accumulate=2)
     same(model.state_dict(), reference.state_dict(), **ROUNDING)
     assert step.report.stage("step", 1).captured and step.report.graphs[-1].forward.captured
@@ -183,8 +182,7 @@ def test_a_step_that_ran_as_one_graph_goes_on_in_pieces_amid_an_accumulation():
 
 def test_it_says_so_once_with_reason_and_place(caplog):
     step = make()
-    for batch in batches(2):
-        step(*batch)
+    train_on(step, batches(2))
     [said] = [record.message for record in caplog.records if "in pieces" in record.message]
     assert "graph_break" in said and "test_in_pieces.py:" in said and "\n" not in said
     assert said in step.report.notes and logging.WARNING in {record.levelno for record in caplog.records}
@@ -206,8 +204,7 @@ def test_without_a_fallback_the_error_names_it():
 def test_under_inductor():
     data = batches(4)
     step = make(inner="inductor", max_grad_norm=0.1, loss_scale=1024.0)
-    for batch in data:
-        step(*batch)
+    train_on(step, data)
     reference, _ = eager(AdamW, {"lr": 0.01}, data, max_grad_norm=0.1)
     same(step.model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)
 
@@ -227,9 +224,7 @@ def test_what_changes_between_two_calls_is_seen():
         for optimizer in (step.optimizer, theirs):
             optimizer.param_groups[0]["lr"] *= 0.9
         step(inputs, targets)
-        theirs.zero_grad()
-        F.cross_entropy(reference(inputs), targets).backward()
-        theirs.step()
+        take_step(theirs, F.cross_entropy(reference(inputs), targets))
     same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
 
 
@@ -237,9 +232,7 @@ def test_a_forward_of_the_model_s_own_and_more_outputs():
     model = Broken()
     plain = model.forward
     model.forward = lambda x: plain(x) * 2
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
-                             fallback="transform",
-                             objective=lambda m, x, t: (F.cross_entropy((y := m(x)), t), {"output": y}))
+    step = updates("step", model, lambda m, x, t: (F.cross_entropy((y := m(x)), t), {"output": y}), fallback="transform")
     own = model.forward
     reference = copy.deepcopy(model.state_dict())
     inputs, targets = batches(1)[0]
@@ -262,8 +255,7 @@ def test_an_objective_that_calls_submodules_runs_in_eager_and_says_so(caplog):
         return F.cross_entropy(model.right(model.left(inputs)), targets)
 
     model, reference = Pair(), Pair()
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=objective, opt_level="O0",
-                             inner="eager", fallback="transform")
+    step = updates("step", model, objective, fallback="transform")
     inputs, targets = batches(1)[0]
     step(inputs, targets)
     objective(reference, inputs, targets).backward()
@@ -292,8 +284,7 @@ def test_a_break_in_a_loop_leaves_all_to_eager_where_that_loses_nothing(opt_leve
         with pytest.raises(RuntimeError, match="Dynamo captured no graph, so nothing was transformed"):
             step(*data[0])
         return
-    for batch in data:
-        step(*batch)
+    train_on(step, data)
     reference, _ = eager(SGD, {"lr": 0.1}, data, model=Layers())
     same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
     assert "Dynamo captured no graph" in str(step.report)
@@ -312,8 +303,7 @@ def test_dropout_inside_of_a_checkpoint_runs_in_pieces():
     data = batches(3)
     step, reference = make(SGD, {"lr": 0.1}, model=Checkpointed()), Checkpointed()
     torch.manual_seed(1)
-    for batch in data:
-        step(*batch)
+    train_on(step, data)
     torch.manual_seed(1)
     reference, _ = eager(SGD, {"lr": 0.1}, data, model=reference)
     same(step.model.state_dict(), reference.state_dict(), **ROUNDING)

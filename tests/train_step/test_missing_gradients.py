@@ -10,9 +10,11 @@ from torch import nn
 import apexfx
 from apexfx.optimizers import FusedAdam
 from tests.own_optimizers import RMSprop
+from tests.small_models import take_step
 from tests.tables import table
 from tests.train_step.changing_models import Eager, Heads, assert_same_training, heads, samples
 from tests.train_step.test_step import ROUNDING, SGD, Adam, assert_same
+from tests.ways import updates
 
 
 @pytest.mark.parametrize("optimizer", [RMSprop, SGD])
@@ -86,14 +88,11 @@ class WritesHeld(nn.Module):
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_gradient_that_is_a_buffer_which_is_written_is_taken_as_it_was(inner):
     model, reference = WritesHeld(), WritesHeld()
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: m(x), opt_level="O0",
-                             inner=inner, max_grad_norm=1e9)
+    step = updates("step", model, lambda m, x: m(x), inner=inner, max_grad_norm=1e9)
     theirs = SGD(reference.parameters(), lr=0.1)
     for _ in range(3):
         step(torch.ones(64))
-        theirs.zero_grad()
-        reference(torch.ones(64)).backward()
-        theirs.step()
+        take_step(theirs, reference(torch.ones(64)))
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
@@ -117,8 +116,7 @@ def test_what_leaves_an_accumulation_is_no_buffer(optimizer, inner):
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_each_parameter_has_a_gradient_of_its_own(inner):
     model = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: ((m[0] + m[1]) * x).sum(),
-                             opt_level="O0", inner=inner, keep_grads=True)
+    step = updates("step", model, lambda m, x: ((m[0] + m[1]) * x).sum(), inner=inner, keep_grads=True)
     step(torch.ones(2))
     model[0].grad.mul_(2)
     assert torch.equal(model[1].grad, torch.ones(2))

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import apexfx
 from apexfx.optimizers import FusedAdam, FusedSGD
+from tests.small_models import take_step, train_on
 from tests.tables import table
 from tests.train_step.changing_models import WIDTH, Eager, Heads, assert_same_training, heads, samples
 from tests.train_step.test_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
@@ -39,8 +40,7 @@ def test_an_option_of_a_loaded_state_is_that_of_the_next_step():
     for each in (step, reference):
         each(*samples(1)[0])
         each.optimizer.load_state_dict(copy.deepcopy(state))
-        for batch in samples(2):
-            each(*batch)
+        train_on(each, samples(2))
     assert_same_training(step, reference)
     assert "Adam.step(), traced" in str(step.report)
 
@@ -180,15 +180,11 @@ def test_two_steps_on_one_optimizer_and_torchs_own_between(losses):
     optimizer, theirs = Adam(model.parameters(), lr=0.01), Adam(reference.parameters(), lr=0.01)
     steps = [apexfx.train_step(model, loss, optimizer, opt_level="O0", inner="eager") for loss in losses]
     for place, ((x, y), which, head) in enumerate(zip(samples(8), (0, 1, 0, 2, 1, 0, 2, 1), (0, 0, 1, 1, 0, 1, 0, 1))):
-        theirs.zero_grad()
-        (*losses, F.mse_loss)[which](reference(x, head), y).backward()
-        theirs.step()
+        take_step(theirs, (*losses, F.mse_loss)[which](reference(x, head), y))
         if which < 2:
             steps[which]((x, head), y)
         else:
-            optimizer.zero_grad()
-            F.mse_loss(model(x, head), y).backward()
-            optimizer.step()
+            take_step(optimizer, F.mse_loss(model(x, head), y))
             optimizer.zero_grad()
     assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
 
@@ -273,9 +269,7 @@ def test_float32_beside_float64_and_masters_beside_no_state():
     theirs = Adam(reference.parameters())
     for x, _ in samples(3):
         step(x)
-        theirs.zero_grad()
-        objective(reference, x).backward()
-        theirs.step()
+        take_step(theirs, objective(reference, x))
     assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
 
 
@@ -294,9 +288,7 @@ def test_masters_without_momentum():
 
     def by_hand(model, optimizer):
         for x, y in samples(4):
-            optimizer.zero_grad()
-            F.mse_loss(model(x.bfloat16()), y.bfloat16()).backward()
-            optimizer.step()
+            take_step(optimizer, F.mse_loss(model(x.bfloat16()), y.bfloat16()))
 
     mine, theirs = trained(by_step), trained(by_hand)
     assert_same(mine, theirs, rtol=0, atol=2e-4)  # of bfloat16 gradients; the updates are a hundred times that
@@ -314,9 +306,7 @@ def test_a_hyperparameter_that_is_a_tensor_is_read_as_a_number_whenever_it_chang
             for each in (step.optimizer, theirs):
                 each.param_groups[0]["betas"][0].fill_(0.5)
         step(inputs, targets)
-        theirs.zero_grad()
-        F.cross_entropy(reference(inputs), targets).backward()
-        theirs.step()
+        take_step(theirs, F.cross_entropy(reference(inputs), targets))
     assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
     assert "outside of the graph" not in str(step.report) and len(step.report.graphs) == 2
 
@@ -333,9 +323,7 @@ def test_a_learning_rate_that_is_a_tensor_keeps_its_place_and_its_name():
             step.optimizer.param_groups[0]["lr"] = lr
             theirs.param_groups[0]["lr"].fill_(0.1)
         step(inputs, targets)
-        theirs.zero_grad()
-        F.cross_entropy(reference(inputs), targets).backward()
-        theirs.step()
+        take_step(theirs, F.cross_entropy(reference(inputs), targets))
     assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
     step(*batches(1, size=7)[0])
     assert len(step.report.graphs) == 2 and all(" lr_0" in step.report.code(stage="step", graph=graph) for graph in (0, 1))

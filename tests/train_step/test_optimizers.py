@@ -84,6 +84,14 @@ def step_of(model, optimizer, **options):
     return step
 
 
+def beside(make, **options):
+    """Return two equal models, their optimizers, and a step of the first; whether it is a graph, the caller looks."""
+    model, reference = Net(), Net()
+    optimizer = make(model)
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, **{"opt_level": "O0", "inner": "eager", **options})
+    return model, reference, optimizer, make(reference), step
+
+
 def eager_step(model, optimizers, *batch, max_grad_norm=None):
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -145,9 +153,7 @@ def test_a_skipped_step_changes_no_bit(case):
 @pytest.mark.long
 @table(1, "case", [case for case in HARDEST if case[0] in (optim.RAdam, optim.SGD)], ids=name_of)
 def test_parameters_without_a_gradient_are_left_alone(case):
-    model, reference = Net(), Net()
-    optimizer, theirs = made(case, model), made(case, reference)
-    step = step_of(model, optimizer)
+    model, reference, optimizer, theirs, step = beside(lambda net: made(case, net))
     for (x, target), heads in zip(batches(5), [(0,), (0, 1), (1,), (0,), (0, 1)]):
         step(x, target, heads)
         eager_step(reference, [theirs], x, target, heads)
@@ -290,9 +296,7 @@ def change_all_numbers(optimizer, place):
 
 @table(1, "case", CASES, ids=name_of)
 def test_a_schedule_of_every_number_of_a_group_compiles_twice(case):
-    model, reference = Net(), Net()
-    optimizer, theirs = made(case, model), made(case, reference)
-    step = step_of(model, optimizer)
+    model, reference, optimizer, theirs, step = beside(lambda net: made(case, net))
     for place, batch in enumerate(batches(10)):
         for each in (optimizer, theirs):
             change_all_numbers(each, place)
@@ -313,9 +317,7 @@ def test_the_fused_sgd_of_torch_is_refused_for_half_parameters():
 
 @table(1, "kind", [FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedAdagrad])
 def test_a_fused_optimizer_whose_numbers_change_updates_outside_of_the_graph(kind):
-    model, reference = Net(), Net()
-    optimizer, theirs = kind(model.parameters(), lr=0.01), kind(reference.parameters(), lr=0.01)
-    step = step_of(model, optimizer)
+    model, reference, optimizer, theirs, step = beside(lambda net: kind(net.parameters(), lr=0.01))
     for place, batch in enumerate(batches(10)):
         for each in (optimizer, theirs):
             each.param_groups[0]["weight_decay"] = place / 100

@@ -15,6 +15,7 @@ from torch import nn, optim
 import apexfx
 from tests.own_optimizers import RMSprop as Outside
 from tests.own_parts import AdaptiveClip, Before, GradientNorms
+from tests.small_models import train_on
 from tests.tables import table
 
 PARTS = (GradientNorms(), AdaptiveClip(0.05), Before())
@@ -91,8 +92,7 @@ def assert_close(one, other):
 def test_a_step_with_parts_trains_as_the_loop(optimizer, options):
     data = batches(6)
     step = make(optimizer, **options)
-    for batch in data:
-        step(*batch)
+    train_on(step, data)
     model, norms, largest = loop(optimizer, data, **options)
     assert_close(dict(step.model.named_parameters()), dict(model.named_parameters()))
     assert_close(step.slot("norms"), norms)
@@ -124,8 +124,7 @@ def test_a_part_that_sets_no_gradient_leaves_half_ones_as_they_are():
 @table(1, "optimizer, options", CASES)
 def test_a_state_is_resumed_to_the_bit(optimizer, options):
     data, step, other = batches(8), make(optimizer, **options), make(optimizer, **options)
-    for batch in data[:4]:
-        step(*batch)
+    train_on(step, data[:4])
     other.load_state_dict(copy.deepcopy(step.state_dict()))
     for batch in data[4:]:
         for each in (step, other):
@@ -138,8 +137,7 @@ def test_a_state_is_resumed_to_the_bit(optimizer, options):
 @table(1, "optimizer, options", [(optimizer, {**options, "safeguard": True}) for optimizer, options in CASES])
 def test_a_skipped_step_leaves_slots_as_they_were(optimizer, options):
     step = make(optimizer, **options)
-    for batch in batches(4):
-        step(*batch)
+    train_on(step, batches(4))
     before = copy.deepcopy(step.state_dict())
     for _ in range(options.get("accumulate", 1)):
         step(torch.full((5, 6), math.inf), torch.ones(5, 3))
@@ -151,8 +149,7 @@ def test_a_skipped_step_leaves_slots_as_they_were(optimizer, options):
 
 def test_a_flush_runs_the_parts_too():
     step = make(accumulate=4)
-    for batch in batches(2):
-        step(*batch)
+    train_on(step, batches(2))
     step.flush()
     model, norms, _ = loop(one, batches(2), accumulate=2)
     assert_close(dict(step.model.named_parameters()), dict(model.named_parameters()))
@@ -362,8 +359,7 @@ class Finishes(apexfx.Part):
 @table(1, "optimizer, place", [(one, "after_update"), (one, "after_clip"), (outside, "after_clip")])
 def test_a_part_finishes(optimizer, place):
     step = make(optimizer, parts=[Finishes(place)])
-    for batch in batches(2):
-        step(*batch)
+    train_on(step, batches(2))
     assert int(step.slot("num_finished")) == 2
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import apexfx
+from tests.small_models import take_step
 from tests.tables import table
 
 
@@ -143,9 +144,7 @@ def train(between, place, way, level, **options):
                 model.load_state_dict(before[0], strict=False)  # a step that fails leaves all as it was
                 torch.set_rng_state(before[1])
                 raise
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
             return loss.detach()
     else:
         options |= {"dtype": torch.bfloat16} if level != "O0" else {}

@@ -14,14 +14,14 @@ import apexfx
 from tests.tables import table
 from tests.train_step.changing_models import WIDTH, Eager, Heads, assert_same_training, heads, samples
 from tests.train_step.test_step import ROUNDING, SGD, assert_same
+from tests.ways import updates
 
 
 @pytest.mark.parametrize("given", [lambda p: p.data, lambda p: p.detach()[:2], lambda p: p.detach().t()],
                          ids=["all", "part", "turned"])
 def test_a_batch_in_the_memory_of_a_parameter_is_refused(given):
     model = nn.Linear(4, 4)
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
-                             objective=lambda m, x, anchor: (m(x).sum(), anchor * 2))
+    step = updates("step", model, lambda m, x, anchor: (m(x).sum(), anchor * 2))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="share memory that it updates"):
         step(torch.ones(2, 4), given(model.weight))
@@ -69,8 +69,7 @@ def test_running_statistics_that_come_to_lie_otherwise_are_refused(at_first, lat
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4))
     at_first(model)
     reference = copy.deepcopy(model)
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.0), opt_level="O0", inner="eager",
-                             objective=lambda m, x: m(x).sum(), accumulate=accumulate)
+    step = updates("step", model, lambda m, x: m(x).sum(), lr=0.0, accumulate=accumulate)
     for number in range(3):
         x = torch.randn(8, 4) + number
         step(x)
@@ -87,8 +86,7 @@ def test_running_statistics_that_come_to_lie_otherwise_are_refused(at_first, lat
 
 def test_running_statistics_that_come_to_lie_otherwise_behind_capture_are_refused():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4)), torch.randn(8, 4)
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
-                             objective=lambda m, x: m(x).square().mean())
+    step = updates("step", model, lambda m, x: m(x).square().mean())
     step.capture(x)
     lay_over(model)
     with pytest.raises(ValueError, match="share memory that the forward writes"):
@@ -104,8 +102,7 @@ def test_what_comes_to_lie_beside_a_part_of_what_the_forward_writes_or_apart_fro
     model, x = Table(4, 2), torch.ones(2, 4)
     model.register_buffer("table", torch.zeros(16))
     model.register_buffer("part", model.table[2:4])
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
-                             objective=lambda m, x: m(x).square().mean())
+    step = updates("step", model, lambda m, x: m(x).square().mean())
     step(x)
     step(x)
     with pytest.raises(ValueError, match="share memory that the forward writes"):
@@ -127,16 +124,10 @@ def test_state_that_comes_to_lie_in_other_state_is_refused():
         step(torch.ones(2, 4))
 
 
-def test_two_parameters_over_one_memory_are_refused():
-    model = nn.Module()
-    model.first = nn.Parameter(torch.randn(WIDTH, WIDTH))
-    model.second = nn.Parameter(model.first.data[1:])
-    with pytest.raises(ValueError, match="'first' and 'second' share memory"):
-        apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: (x @ m.first).sum())
+def test_two_parameters_that_come_to_lie_over_one_memory_are_refused():
     both = torch.randn(2, WIDTH)
     model = nn.ParameterList([nn.Parameter(both[0]), nn.Parameter(both[1])])  # beside each other, as an LSTM has them on CUDA
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: (x * m[0] * m[1]).sum(),
-                             opt_level="O0", inner="eager")
+    step = updates("step", model, lambda m, x: (x * m[0] * m[1]).sum())
     step(torch.ones(WIDTH))
     model[0].data = model[1].data
     with pytest.raises(ValueError, match="share memory that it updates"):

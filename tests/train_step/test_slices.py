@@ -18,6 +18,7 @@ import apexfx
 from apexfx._torch import fake_process_group
 from apexfx.observe.replay import replay
 from tests.own_parts import AdaptiveClip
+from tests.small_models import train_on
 from tests.tables import table
 from tests.train_step.sliced_programs import SLICES, make, train
 
@@ -187,29 +188,25 @@ def test_an_update_is_whole_or_not_there():
         step.flush()
     with pytest.raises(RuntimeError, match="after 1 of 4 calls that accumulate .* applies them$"):  # flush() is refused
         step.digest()
-    for each in data[1:]:
-        step(*each)
+    train_on(step, data[1:])
     whole = step.digest()
     other = step_of(net(), max_grad_norm=1.0, safeguard=True)
     other(*data[1])  # of an update that is dropped
     other.load_state_dict(step_of(net(), max_grad_norm=1.0, safeguard=True).state_dict())
-    for each in data:
-        other(*each)
+    train_on(other, data)
     assert other.digest() == whole
 
 
 def test_the_slice_that_is_not_finite_is_named_and_recorded(tmp_path):
     step, data = step_of(net(nn.Dropout(0.2)), safeguard=True, slices=8, max_grad_norm=1.0), batches(16)
     data[8 + 5][0][2, 1] = torch.inf
-    for each in data:
-        step(*each)
+    train_on(step, data)
     [event] = step.events
     assert event.where.startswith("input 'batch[0]' is not finite (inf)") and event.where.endswith(", in slice 5")
     step.record(tmp_path / "skipped")
     text, same = replay(str(tmp_path / "skipped"))
     assert same and "in slice 5" in text and "not finite: input 'batch[0]' is not finite (inf)" in text
-    for each in data[:8]:
-        step(*each)
+    train_on(step, data[:8])
     step.record(tmp_path / "finite")
     text, same = replay(str(tmp_path / "finite"))
     assert same and "\nnot finite: nothing\n" in text and "event" not in text

@@ -119,15 +119,10 @@ KEYWORDS = {
 }
 
 
-class Wrapped(torch.Tensor):
-    pass
-
-
-@pytest.mark.parametrize("of_subclass", [lambda x: x.as_subclass(Wrapped), lambda x: TwoTensor(x, x)], ids=["plain", "wrapper"])
-def test_an_input_of_a_subclass_is_refused_and_breaks_nothing(of_subclass):
+def test_an_input_of_a_wrapper_subclass_is_refused_and_breaks_nothing():
     step = make()
-    with pytest.raises(ValueError, match=r"'batch\[0\]' is a (Wrapped|TwoTensor), .*as_subclass\(torch.Tensor\)"):
-        step(of_subclass(X), Y)
+    with pytest.raises(ValueError, match=r"'batch\[0\]' is a TwoTensor, .*as_subclass\(torch.Tensor\)"):
+        step(TwoTensor(X, X), Y)
     step(X, Y)
 
 
@@ -159,14 +154,12 @@ def test_a_line_of_the_program_is_quoted_as_it_stands():
         step(X, Y)
 
 
-def test_anomaly_mode_is_refused_in_one_graph_and_runs_in_pieces():
-    step, pieces = make(), make(True)
-    step(X, Y)
+def test_nothing_is_captured_in_anomaly_mode():
+    step = make()
     with torch.autograd.set_detect_anomaly(True):
-        for call in (step, step.capture):
+        for call in (step.capture, step):
             with pytest.raises(RuntimeError, match="set_detect_anomaly.*fallback='transform'"):
                 call(X, Y)
-        pieces(X, Y)
     step(X, Y)
 
 
@@ -206,8 +199,7 @@ def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(branches, opt_level
             continue
         each = by_keyword if name in KEYWORDS else step
         before, random = copy.deepcopy(each.state_dict()), torch.get_rng_state()
-        check_text(name, f"{opt_level}, {'in pieces' if branches else 'one graph'}", call, each, error, phrases,
-                   caplog)
+        check_text(name, f"{opt_level}, {'in pieces' if branches else 'one graph'}", call, each, error, phrases, caplog)
         torch.testing.assert_close(each.state_dict(), before, rtol=0, atol=0)
         assert branches or type(each.model.__dict__.get("last", X)) is torch.Tensor
         assert branches or name == "step(x, y + 4)" or torch.equal(random, torch.get_rng_state())

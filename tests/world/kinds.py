@@ -41,30 +41,11 @@ def script(between, *, after=lambda model, step: None, around=contextlib.nullcon
                   lambda step, carried: (torch.randn(6, WIDTH), torch.randn(6, 1)), after=after)
 
 
-@program(transform="what lies in the gaps", train_step="what lies in the gaps")
-def a_write_through_a_view_with_gaps():
-    def between(net, h):
-        h = h * 1.0
-        h.unfold(1, size=1, step=5).mul_(3.0)
-        return h
-
-    return script(between)
-
-
 @program(transform="works on a nested tensor", train_step="works on a nested tensor")
 def rows_of_a_nested_tensor():
     def between(net, h):
         rows = torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 2, 6]))
         return (rows * 2.0).values()
-
-    return script(between)
-
-
-@program(transform="pinv of a complex", train_step="pinv of a complex")
-def a_complex_pseudo_inverse():
-    def between(net, h):
-        matrix = torch.complex(h.float()[:, :3], h.float()[:, 3:6])
-        return torch.cat([torch.view_as_real(torch.linalg.pinv(matrix).mT).flatten(1), h[:, :2]], 1)
 
     return script(between)
 

@@ -235,8 +235,7 @@ def truncated_backpropagation():
 
     model = Cells()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, eps=1e-3)
-    return Script(model, [Update(lambda model, tokens: model(tokens), optimizer)],
-                  lambda step, carried: (text(length=7),))
+    return Script(model, [Update(lambda model, tokens: model(tokens), optimizer)], lambda step, carried: (text(length=7),))
 
 
 @program()

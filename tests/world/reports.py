@@ -47,25 +47,6 @@ def a_function_that_writes_in_its_forward():  # pytorch/pytorch#180642, pytorch/
     return script(lambda net, h: WritesInForward.apply(h, net.rest.weight), rest=nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-class Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 3.0 * grad
-
-
-@program(transform="would lose the backward of Straight", train_step="would lose the backward of Straight")
-def a_function_under_a_functional_gradient():  # pytorch/pytorch#193279
-    return script(lambda net, h: h * torch.func.grad(lambda x: Straight.apply(x).sum())(h.detach()))
-
-
 class OfConstant(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import apexfx
 from apexfx.optimizers import FusedAdam
 from tests.distributed.launch import on_ranks
-from tests.small_models import Model
+from tests.small_models import Model, take_step, train_on
 from tests.tables import table
 
 
@@ -62,8 +62,7 @@ def test_what_is_clipped_is_what_was_accumulated(level):  # huggingface/accelera
     step, optimizer = make(model, sgd(model), level, accumulate=3, max_grad_norm=0.05), sgd(expected)
     for i in range(0, 6, 3):
         update(expected, optimizer, batches[i:i + 3], 0.05)
-    for batch in batches:
-        step(*batch)
+    train_on(step, batches)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), **bounds(level))
 
 
@@ -73,8 +72,7 @@ def test_an_epoch_may_end_within_an_accumulation(level):  # Lightning-AI/pytorch
     step, optimizer = make(model, sgd(model), level, accumulate=3), sgd(expected)
     for epoch in (batches[:3], batches[3:]):
         update(expected, optimizer, epoch)
-    for batch in batches:
-        step(*batch)
+    train_on(step, batches)
     step.flush()
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), **bounds(level))
 
@@ -162,12 +160,7 @@ def test_masters_of_bfloat16_parameters(way):  # NVIDIA/apex#1728
     step = apexfx.train_step(model, F.mse_loss, optimizer, opt_level="O3", dtype=torch.bfloat16, inner="eager")
     called = apexfx.transform(model, opt_level="O3", dtype=torch.bfloat16, inner="eager") if way == "transform" else None
     for _ in range(100):
-        if way == "step":
-            step(x, y)
-        else:
-            optimizer.zero_grad()
-            F.mse_loss(called(x).float(), y.float()).backward()
-            optimizer.step()
+        step(x, y) if way == "step" else take_step(optimizer, F.mse_loss(called(x).float(), y.float()))
     torch.testing.assert_close(model.weight.float(), torch.full((3, 6), 0.99), rtol=0, atol=0.004)
 
 
@@ -240,12 +233,10 @@ def test_a_penalty_on_gradients_through_synchronized_statistics(rank, world_size
     expected = net(nn.BatchNorm1d(8))
     optimizer = sgd(expected)
     for _ in range(2):
-        optimizer.zero_grad()
-        objective(expected, x).backward()
-        optimizer.step()
+        take_step(optimizer, objective(expected, x))
     model = net(nn.BatchNorm1d(8))
-    step = apexfx.train_step(model, objective=lambda model, x: objective(model, x), optimizer=sgd(model), ddp=True, sync_bn=True,
-                             inner="eager", opt_level="O0")
+    step = apexfx.train_step(model, objective=objective, optimizer=sgd(model), ddp=True, sync_bn=True, inner="eager",
+                             opt_level="O0")
     for _ in range(2):
         step(x[4 * rank:4 * rank + 4])
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)
