@@ -15,7 +15,7 @@ from ..distributed.agreement import Agreement
 from ..distributed.broadcast import broadcast_from_first
 from ..precision.half_model import cast_model
 from .process_groups import Groups
-from .refusals import check_usable
+from .refusals import check_complete
 from .transformed import check_not_averaged, get_compiled
 
 
@@ -41,7 +41,7 @@ def check_model(model: nn.Module, config: TransformConfig, function: str, *, giv
             where = f"submodule {name!r}" if name else "the model"
             raise ValueError(f"apexfx: {where} is transformed already; {give} it was made from, with all options")
     check_not_averaged(model, inner)
-    check_usable(model, may_be_sharded=may_be_sharded)
+    check_complete(model, may_be_sharded=may_be_sharded)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     half = config.half_dtype(p.device for p in model.parameters())
     if config.level.casts and not _can_compute(device, half):

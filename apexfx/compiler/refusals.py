@@ -38,7 +38,7 @@ HOOKS_CHANGED = ("apexfx: since a graph of the model was captured, which holds t
                  "next call captures the model anew, or register it on the modules of the model")
 
 
-def check_usable(model: nn.Module, *, may_be_sharded: bool = False) -> None:
+def check_complete(model: nn.Module, *, may_be_sharded: bool = False) -> None:
     """Refuse a model with parameters that are elsewhere in part, or have no shape yet.
 
     Args:

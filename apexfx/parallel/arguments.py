@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compiler.refusals import check_usable
+from ..compiler.refusals import check_complete
 from ..compiler.transformed import check_not_averaged
 from ..ranks import has_group
 from ..transform import TransformedModule
@@ -20,7 +20,7 @@ def check_arguments(arguments: Mapping[str, Any], buffer_policies: Sequence[Any]
     if not isinstance(module, nn.Module):
         raise TypeError(f"apexfx: module is a {type(module).__name__}, expected a torch.nn.Module")
     check_not_averaged(module, "give DistributedDataParallel the inner module")
-    check_usable(module)
+    check_complete(module)
     if not has_group():
         raise ValueError("apexfx: DistributedDataParallel needs a process group; call torch.distributed.init_process_group() "
                          "first (under torchrun)")

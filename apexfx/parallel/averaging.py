@@ -25,7 +25,7 @@ from ..buckets.ddp_layout import DEFAULT_CAP_MB
 from ..buckets.divisors import divisors
 from ..buckets.eager_reduce import reduce_gradients
 from ..buckets.flat_buffer import scaled
-from ..compiler.refusals import check_usable
+from ..compiler.refusals import check_complete
 from ..config import HALVES, BucketConfig
 from ..distributed.backward_callback import BackwardCallback
 from ..distributed.no_sync import SET_ASIDE, Synchronizer, local_gradients
@@ -96,7 +96,7 @@ class EagerAveraging(Synchronizer):
         key = tuple([(id(p), p.dtype, p.device) for p in self.module.parameters() if p.requires_grad])
         if key == self._key or not key and self._key is not None:  # a network frozen while another is trained stays as it is
             return bool(key)
-        check_usable(self.module)
+        check_complete(self.module)
         for handle in self._hooks:
             handle.remove()
         self._key, self._ddp, self._used = key, None, None

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buckets.eager_reduce import average_tensors, reduce_gradients
-from ..compiler.refusals import check_usable
+from ..compiler.refusals import check_complete
 from ..compiler.transformed import check_not_averaged
 from ..config import BucketConfig
 from ..distributed.broadcast import broadcast_from_first
@@ -39,7 +39,7 @@ class Reducer:
         self.grads: list[Tensor] = []
         if self.module is not None:
             check_not_averaged(self.module, "give Reducer the inner module")
-            check_usable(self.module)
+            check_complete(self.module)
             broadcast_from_first(self.module.parameters(), self.process_group)
         else:
             extract_tensors(module_or_grads_list, self.grads)

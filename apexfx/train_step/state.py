@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._torch import gradients_read, has_gradient_hooks, local_rows, note_optimizer_ran, num_hooks
 from ..buckets.plan import given_plan
 from ..compiler.buffers_put_back import KeptBuffers
-from ..compiler.refusals import check_usable
+from ..compiler.refusals import check_complete
 from ..distributed.agreement import Communication
 from ..graph.printing import first_names
 from ..ops.apply_gradients import Plan, is_skipped, registered
@@ -73,7 +73,7 @@ def read_tensors(components: Components, before: StepTensors, means: Tensor | No
         ValueError: the model, or the optimizer, is one that no graph updates rightly any more.
     """
     optimizers, options = components.optimizers, components.options
-    check_usable(components.model, may_be_sharded=components.sharded is not None)
+    check_complete(components.model, may_be_sharded=components.sharded is not None)
     trained = trained_parameters(components.model, components.objective_modules, optimizers)
     if trained[0].device != components.device:
         raise ValueError(f"apexfx: the model was on {components.device} when the step was made, and is now on "
