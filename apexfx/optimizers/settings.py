@@ -8,6 +8,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def settings_of(optimizer: torch.optim.Optimizer, changing: Mapping[int, Collect
         settings = [((None, name), getattr(optimizer, name)) for name in getattr(optimizer, "own_options", ())]
     else:
         settings = [((None, name), value) for name, value in attributes_of_optimizer(optimizer).items()]
-        settings += [((None, f"{name} of its program"), read()) for name, read in variables_of_program(optimizer)]
+        settings += [((None, f"{each.name} of its program"), each.value) for each in variables_of_program(optimizer)]
         params = (p for group in optimizer.param_groups for p in group["params"])
         settings += [((None, f"params[{place}].{name}"), value) for place, p in enumerate(params)
                      for name, value in attributes_of_parameter(optimizer, p).items()]
@@ -79,36 +80,59 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value) if is_plain(value) else value.copy() if type(value) in (dict, list, set) else value
 
 
-def variables_of_program(optimizer: torch.optim.Optimizer) -> list[tuple[str, Callable[[], Any]]]:
-    """Return (name, function that reads it) of each variable of a module, class or closure that an optimizer may read.
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a program: of a module, a class or a closure, or what a function holds besides its code."""
 
-    The value of a variable that holds an object is None.
-    """
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+    @property
+    def value(self) -> Any:
+        """The value; None where it holds an object."""
+        return value if is_plain(value := self.read()) else None
+
+
+def variables_of_program(optimizer: torch.optim.Optimizer) -> list[Variable]:
+    """Return the variables that the methods of an optimizer, functions that it holds, and those that they call may read."""
     held = tree_leaves([attributes_of_optimizer(optimizer), *({**group, "params": ()} for group in optimizer.param_groups)])
-    functions = tuple(each for each in held if isinstance(each, types.FunctionType))
-    return _variables_read_by(type(optimizer), functions)
+    return _variables_read_by(type(optimizer), tuple(each for each in held if inspect.isfunction(each)))
 
 
 @functools.lru_cache(maxsize=32)  # no more: functions keep alive what they close over
-def _variables_read_by(cls: type[torch.optim.Optimizer], held: tuple[types.FunctionType, ...],
-                       ) -> list[tuple[str, Callable[[], Any]]]:
-    """Return those that a class of a program, and functions that its optimizer holds, may read.
-
-    Looked at are its attributes, its methods, and the functions of their module that they call; no property, no decorator, no
-    default argument, and no function inside of another one.
-    """
+def _variables_read_by(cls: type[torch.optim.Optimizer], held: tuple[types.FunctionType, ...]) -> list[Variable]:
     of_classes = [(owner, name, value) for owner in cls.__mro__ for name, value in vars(owner).items()
-                  if owner.__module__.partition(".")[0] not in ("torch", "apexfx", "builtins") and not name.startswith("__")]
-    reads = {(id(owner), name): functools.partial(vars(owner).get, name) for owner, name, _ in of_classes}
-    functions = [each for each in (*held, *(inspect.unwrap(value) for *_, value in of_classes)) if inspect.isfunction(each)]
+                  if _is_of_program(owner.__module__)]
+    found = {(id(owner), name): Variable(name, functools.partial(vars(owner).get, name), functools.partial(setattr, owner, name))
+             for owner, name, _ in of_classes if not name.startswith("__")}
+    functions = [each for value in (*held, *(value for *_, value in of_classes)) for each in _functions_in(value)]
     for function in functions:  # which grows
-        variables, cells = function.__globals__, dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+        codes, variables = [function.__code__], function.__globals__
+        for code in codes:  # which grows: of functions within, as a list comprehension is one before Python 3.12
+            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
         # inspect.getclosurevars() has attributes, too: that of super().step() would be the variable of `for step in range(9)`.
-        names = [each.argval for each in dis.get_instructions(function) if each.opname == "LOAD_GLOBAL"]
-        reads |= {(id(variables), name): functools.partial(variables.get, name) for name in names}
-        reads |= {(id(cell), name): functools.partial(getattr, cell, "cell_contents") for name, cell in cells.items()}
+        names = [each.argval for code in codes for each in dis.get_instructions(code)
+                 if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL") and not each.argval.startswith("__")]
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+        held_by = [*((name, variables, name, dict.get, dict.__setitem__) for name in names),
+                   *((name, cell, "cell_contents", getattr, setattr) for name, cell in cells.items()),
+                   *((name, function, name, getattr, setattr) for name in ("__defaults__", "__kwdefaults__", "__dict__"))]
+        found |= {(id(holder), name): Variable(name, functools.partial(get, holder, key), functools.partial(put, holder, key))
+                  for name, holder, key, get, put in held_by}
         called = [*map(variables.get, names), *(cell.cell_contents for cell in cells.values())]
         functions += [each for each in called if inspect.isfunction(each) and each.__module__ == function.__module__
                       and each not in functions]
-    return [(name, lambda read=read: value if is_plain(value := read()) else None)
-            for (_, name), read in reads.items() if not callable(read())]
+    return [variable for variable in found.values() if not callable(variable.read())]
+
+
+def _functions_in(value: Any) -> list[types.FunctionType]:
+    """Return the functions of a program that an attribute of its class runs: of a method, a property, and decorators."""
+    functions = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
+    for function in functions:  # which grows
+        functions += [function.__wrapped__] if hasattr(function, "__wrapped__") else []
+    return [each for each in functions if inspect.isfunction(each) and _is_of_program(each.__globals__.get("__name__", ""))]
+
+
+def _is_of_program(module: str) -> bool:
+    return module.partition(".")[0] not in ("torch", "apexfx", "builtins")

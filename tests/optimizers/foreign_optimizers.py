@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import random
 
@@ -676,7 +677,7 @@ class OfOtherDtypes(Foreign):
 
 
 RATE, RATES, CALLS, COUNTS = 1.0, {"rate": 1.0}, 0, {"calls": 0}
-HELD = OF_STATIC = 1.0
+HELD = OF_PROPERTY = OF_STATIC = WITHIN = 1.0
 
 
 def _rate():
@@ -695,12 +696,17 @@ def _closed():
             super().__init__(params, lr)
             self.held = lambda: HELD
 
+        @property
+        def by_property(self):
+            return OF_PROPERTY
+
         @staticmethod
         def by_static():
             return OF_STATIC
 
         def update(self, p, g, state, group):
-            p.sub_(g, alpha=group["lr"] * rate * self.rate * _rate() * self.held() * self.by_static())
+            [within] = [rate * each for each in (WITHIN for _ in range(1))]
+            p.sub_(g, alpha=group["lr"] * self.rate * _rate() * within * self.held() * self.by_property * self.by_static())
 
     class CountsInClosure(Foreign):
         def update(self, p, g, state, group):
@@ -734,7 +740,7 @@ class CountsInClass(Foreign):
         CountsInClass.calls += 1
 
     def update(self, p, g, state, group):
-        p.sub_(g, alpha=group["lr"] / self.calls * (id(p) > 0))  # which is refused, too
+        p.sub_(g, alpha=group["lr"] / self.calls)
 
 
 class CountsInDictionary(Foreign):
@@ -743,6 +749,56 @@ class CountsInDictionary(Foreign):
 
     def update(self, p, g, state, group):
         p.sub_(g, alpha=group["lr"] / COUNTS["calls"])
+
+
+class CountsInDefault(Foreign):
+    def update(self, p, g, state, group, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        p.sub_(g, alpha=group["lr"] / calls[0])
+
+
+class CountsOnFunction(Foreign):
+    def update(self, p, g, state, group):
+        _rate.calls = getattr(_rate, "calls", 0) + 1
+        p.sub_(g, alpha=group["lr"] / _rate.calls)
+
+
+class CountsWithin(Foreign):
+    def update(self, p, g, state, group):
+        def count():
+            global CALLS
+            CALLS += 1
+            return CALLS
+
+        p.sub_(g, alpha=group["lr"] / count())
+
+
+def _counted(function):
+    calls = 0
+
+    @functools.wraps(function)
+    def count(*args):
+        nonlocal calls
+        calls += 1
+        args[1].mul_(1 - 0.1 / calls)
+        return function(*args)
+
+    return count
+
+
+class CountsInDecorator(Foreign):
+    @_counted
+    def update(self, p, g, state, group):
+        p.sub_(g, alpha=group["lr"])
+
+
+class CountsInWhatItHolds(Foreign):
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, lr)
+        self.scale = _counted(lambda _, p: p)
+
+    def update(self, p, g, state, group):
+        self.scale(self, p).sub_(g, alpha=group["lr"])
 
 
 class OfSome(Foreign):

@@ -25,7 +25,7 @@ from ...random_state import forked_random
 from ..settings import attributes_of_parameter, copied, is_plain, reads_groups_alone
 from ..state_layout import WHOLE, Layout
 from ..update import kind_of
-from .shadow import CountsInProgram, reason_of, run_step, same, shadow_of
+from .shadow import reason_of, run_step, same, shadow_of
 from .symbolic_numbers import NotTraceable
 
 
@@ -87,8 +87,6 @@ def initial_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
                 if key not in makers:
                     makers[key] = _maker_of(step, p, of_torch=reads_groups_alone(optimizer))
                 made = makers[key](p)
-            except CountsInProgram:
-                raise
             except Exception as error:
                 raise NotTraceable(reason_of(error)) from error
         states.append({name: tree_map(lambda leaf, p=source: layout.as_state(leaf, p), held) for name, held in made.items()})

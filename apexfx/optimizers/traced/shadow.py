@@ -19,28 +19,23 @@ _OUR_FILES = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.se
 _TORCH_FILES, _TORCH_OPTIM = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torch.optim.__file__) + os.sep
 
 
-class CountsInProgram(ValueError):
-    """A step has changed a variable of its program, which outlives the shadow: no step may run after it."""
-
-
 def run_step(shadow: torch.optim.Optimizer) -> None:
-    """Run the step of a shadow, which is to leave all but the shadow as it is.
+    """Run the step of a shadow, and put back what it changes of its program: only the shadow is another then.
 
     Raises:
-        CountsInProgram: it has changed a variable of its program.
-        NotTraceable: it draws random numbers of Python.
+        NotTraceable: it counts in its program, or draws random numbers of Python.
     """
-    places, variables = places_in_random(), variables_of_program(shadow)
-    before = [repr(comparable_value(read(), id)) for _, read in variables]
+    places = places_in_random()
+    before = [(each, copied(each.value), comparable_value(each.value, id)) for each in variables_of_program(shadow)]
     try:
         with answering_programs():
             plain_step(type(shadow))(shadow)
     finally:
-        for (name, read), was in zip(variables, before):
-            if repr(comparable_value(read(), id)) != was:
-                raise CountsInProgram(
-                    f"apexfx: {type(shadow).__name__}.step() changes {name!r}, a variable of its module, class or closure, which "
-                    "a graph would hold constant; have it count in the state of a parameter or on the optimizer (self.calls)")
+        changed = [(each, value) for each, value, was in before if repr(comparable_value(each.value, id)) != repr(was)]
+        for each, value in changed:
+            each.write(value)
+    if changed:
+        raise NotTraceable(f"counts in Python: {changed[0][0].name!r} of its program is another after it")
     if places_in_random() != places:
         raise NotTraceable("draws random numbers of Python")
 

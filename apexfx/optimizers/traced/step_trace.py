@@ -36,7 +36,7 @@ from ..state_layout import WHOLE, Layout, Ranks
 from ..update import kind_of, unlike_state
 from .over_ranks import share_matrices
 from .recorder import Recorder
-from .shadow import CountsInProgram, facts_of, reason_of, run_step, same, shadow_of
+from .shadow import facts_of, reason_of, run_step, same, shadow_of
 from .symbolic_numbers import AsFunctionalized, Host, NotTraceable
 
 Place = tuple[int, str, int | None]  # of a number: its group, its option, and its index in a pair
@@ -173,8 +173,6 @@ class StepTrace:
             except SharedDiffer:
                 if not all(present):
                     raise NotTraceable("makes differ what parameters have in common, where some have no gradient") from None
-                raise
-            except CountsInProgram:
                 raise
             except Exception as error:
                 raise NotTraceable(reason_of(error)) from error
