@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ def keep_freed_memory() -> None:
 
     Nothing where one of `SETTINGS` is in the environment, or where there is no `mallopt`.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    mallopt = _of_libc("mallopt")
     if mallopt is not None and not any(name in os.environ for name in SETTINGS):
         mallopt(_MMAP_THRESHOLD, 2**30)  # what is larger is pages of its own
         mallopt(_TRIM_THRESHOLD, -1)  # no limit
@@ -49,5 +50,10 @@ def free_bytes(device: torch.device | None) -> int | None:
 
 def give_back_memory() -> None:
     """Have glibc give the system what is free now, though `keep_freed_memory` was called."""
-    if hasattr(ctypes.CDLL(None), "malloc_trim"):
-        ctypes.CDLL(None).malloc_trim(0)
+    if (malloc_trim := _of_libc("malloc_trim")) is not None:
+        malloc_trim(0)
+
+
+def _of_libc(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library; None where there is none of that name."""
+    return getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None

@@ -420,7 +420,7 @@ def _norm(tensors: dict[str, Tensor]) -> float:
 
 
 def _errors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """Return of each tensor the norm of the difference over that of theirs, or of a small part of all where that is more."""
+    """Return the relative error of each tensor, by name; of one much smaller than the average over a share of that."""
     size = _norm(theirs) / max(1, sum(x.numel() for x in theirs.values())) ** 0.5
     return {name: relative(ours[name] - x, x, _SMALL * size * x.numel() ** 0.5) for name, x in theirs.items()}
 

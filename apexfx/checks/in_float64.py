@@ -50,7 +50,7 @@ def copied(x: Any, exact: bool = True) -> Any:
 
 
 def relative(difference: Tensor, reference: Tensor, least: float = 1e-300) -> float:
-    """Return the norm of a difference over that of what it is of, or over `least` where that is more."""
+    """Return the norm of a difference over that of the reference, or over `least` where that is more."""
     return float(difference.norm()) / max(float(reference.norm()), least, 1e-300)
 
 

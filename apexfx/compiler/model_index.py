@@ -124,7 +124,7 @@ class ModelIndex:
     def holds_module(self, key: str) -> bool:
         """Return whether a module on the stack that Dynamo keeps of a node, by its `key`, is registered.
 
-        That of a graph which `torch.export` has made is known by a key of its own, and is one.
+        A module in a graph of `torch.export` has a key that is no id, and counts as registered.
         """
         identity = key.partition("@")[0]
         return not identity.isdigit() or int(identity) in self._modules

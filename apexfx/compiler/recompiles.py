@@ -18,7 +18,7 @@ _OTHER_PLAN = ("the update is another: it is known which parameters have a gradi
 
 
 def told(reason: str) -> str:
-    """Return what a graph that is compiled again is announced by."""
+    """Return the progress line for a graph that is compiled again."""
     if (dim := re.search(r"size mismatch at index (\d+)", reason)) is not None:
         spares = "pad to a few lengths" if int(dim[1]) else "DataLoader(drop_last=True) leaves a smaller last batch out"
         reason += (f"; {spares}, and torch._dynamo.mark_dynamic(x, {dim[1]}) of each tensor of that size, labels too, before "

@@ -39,8 +39,8 @@ def draws_random_numbers(node: fx.Node) -> bool:
 def dependencies(graph: fx.Graph, *, new: Collection[fx.Node] = ()) -> dict[fx.Node, set[fx.Node]]:
     """Return the nodes that each node has to stay behind.
 
-    Those are its inputs, what wrote the memory that it reads, and what read the memory that it writes; of a collective the last
-    one before it, and of what draws random numbers or has another effect the last of those.
+    Those are its inputs, what wrote the memory that it reads, and what read the memory that it writes. A collective stays behind
+    the one before it, and an op with an effect, as one that draws random numbers, behind the effect before it.
 
     Args:
         new: collectives that may pass others, because a pass has just put them in.

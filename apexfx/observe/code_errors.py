@@ -41,9 +41,9 @@ class Compared:
 
     Attributes:
         name: what it is.
-        kind: of tensors whose sizes are compared.
+        kind: sizes are compared among tensors of one kind.
         code, ops, wide: what each gave; `ops` itself is `wide` where nothing was computed in float64.
-        before: what was there, of one that is written: it is judged by its change; else None.
+        before: the value before a write, as a written tensor is judged by its change; None for others.
         narrowest: the dtype by which its error is looked at.
         size: its norm, and largest element, or those of its change.
         of_code, of_ops: how far the code and the ops are off.
@@ -99,7 +99,7 @@ class Compared:
         """Return how far each element is from float64's: 0 where that or the ops lack a number, infinite where `got` alone does.
 
         Args:
-            before: what was there, where that is not what `self.before` is.
+            before: the old value, where it differs from `self.before`.
         """
         if got.shape != self.wide.shape:
             return torch.full((1,), math.inf)

@@ -4,8 +4,8 @@ Each reads the gradient once and, in that pass, unscales it (`/ grad_scale`), cl
 the state and the parameter, and writes the low-precision `model_params` (a list that matches `params`, or empty).
 Where `found_inf` is not zero nothing is written and the step is not counted. `step` (float32, how many updates were
 made before) is counted up by the op. `lr_tensor`, where given, takes the place of `lr`. All scalars stay on the device.
-The overload `unscale` also leaves the gradients divided by `grad_scale` (but not clipped), as torch's fused optimizers do; it
-is apart, so that in a graph an unscaled gradient that is not asked for is not a tensor that is written.
+The overload `unscale` also leaves the gradients divided by `grad_scale` (but not clipped), as torch's fused optimizers do. A
+graph that does not ask for unscaled gradients has the other one, which writes none.
 
 Parameters and gradients may be float32, float16 or bfloat16 in any mix, with float32 state; or float64 throughout.
 Formulas: the references below, and csrc/optimizer_math.h. A sign of `norms[i] < 0` marks a NovoGrad norm not yet set.

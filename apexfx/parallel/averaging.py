@@ -145,7 +145,7 @@ class EagerAveraging(Synchronizer):
         return None if self.config.bucket_cap_mb == DEFAULT_CAP_MB else self.config.bucket_cap_mb
 
     def _is_plain(self) -> bool:
-        """Whether torch's own sum of what is divided before, in the gradients' dtype, is what was asked for."""
+        """Whether the reduction of torch's DDP (divide first, sum in the gradients' dtype) is what the options ask for."""
         config = self.config
         return (config.gradient_average and config.gradient_predivide_factor == 1.0 and config.comm_dtype is None
                 and not config.allreduce_always_fp32 and not self.options.retain_buffers)

@@ -80,7 +80,7 @@ def _insert(graph: fx.Graph, *, before: fx.Node, arguments: dict[str, Any], like
 
 
 def fuse_tails(graph: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, str]]:
-    """Fuse what follows each of some sync_batch_norm nodes; return which was replaced by which, and what that took in."""
+    """Fuse what follows each of some sync_batch_norm nodes; return old node -> (new node, what it took in)."""
     fused = {}
     for node in nodes:
         tail = _tail(node)

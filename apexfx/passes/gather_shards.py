@@ -173,7 +173,7 @@ class _Member(NamedTuple):
 
 
 def _gathered(parameter: fx.Node, ends: Container[fx.Node | None]) -> tuple[Tensor, list[tuple[fx.Node, fx.Node]]]:
-    """Return the value of what is to be gathered of a parameter, and what reads it, by which node.
+    """Return the value to gather for a parameter (its cast, where that alone reads it), and (reader, source) of each reader.
 
     Args:
         ends: what takes the parameter itself: as rows.
@@ -184,7 +184,7 @@ def _gathered(parameter: fx.Node, ends: Container[fx.Node | None]) -> tuple[Tens
 
 
 def _set_gradients(gm: fx.GraphModule, sums: Sequence[fx.Node], mode: Any) -> None:
-    """Bring the values of the gradients, and of what is made of them and of earlier sums, up to date: those of rows."""
+    """Give the gradients, and all that is computed from them and from earlier sums, values of the shapes of rows."""
     grad = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]
     behind = {grad, *sums}
     for item in (user for user in grad.users if user.target is operator.getitem):

@@ -33,7 +33,7 @@ class AliveTensor:
     """A piece of memory that is alive at the peak.
 
     Attributes:
-        bytes: of the memory; of a view, of all that it is a view of.
+        bytes: the size of the memory; for a view, that of its base.
         tensor: "f32[8,64,4096]", of the first node that lies in it.
         node: the name of that node; of a parameter, buffer or input its own.
         module: the one that holds a parameter, buffer or state, or makes a value.

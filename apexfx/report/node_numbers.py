@@ -36,10 +36,10 @@ def kernels_of(graphs: Sequence[GraphReport], profile: Profile | None) -> dict[P
 
 
 def rows_at(graphs: Sequence[GraphReport], comparison: Any) -> list[dict[Place, list[str]]]:
-    """Return, for each row of a comparison, the nodes of each stage that it is of.
+    """Return, for each row of a comparison, its nodes in each stage.
 
-    Of the forward those of the op that has the row's name, module and line, and what they were lowered to; of the backward those
-    of the row's module, or where that has other ops, too, those of them that call what the row's numbers are of.
+    In the forward a row has the nodes of the op with its name, module and line, and what these were lowered to. In the backward
+    it has the nodes of its module, or if that has other ops, too, only those that call the op which the row has numbers of.
 
     Raises:
         ValueError: most rows are of no op of the graphs: the comparison is of another model.

@@ -156,7 +156,7 @@ class Explanation(OpTable):
 
 
 def explain(table: OpTable, what: str) -> Explanation:
-    """Return the ops of the module, of those below it, or of the op that `what` names, or those that read the parameter.
+    """Return the ops that `what` names: those of a module and its children, all of one name, or the readers of a parameter.
 
     Raises:
         TypeError, ValueError: nothing is called so.

@@ -61,9 +61,9 @@ class ReportDiff(Sequence[Change]):
 
 
 def compare(configs: tuple[Mapping[str, Any], Mapping[str, Any]], sides: tuple[_Graphs, _Graphs]) -> ReportDiff:
-    """Return what is different in the second of two reports, of which these are the options and the graphs.
+    """Return the changes from the first report to the second; given are the options and graphs of both.
 
-    Graphs are matched by mode and order; of one that a side lacks only that is said.
+    Graphs are matched by mode and order. A graph that one side lacks is one row.
     """
     labels = [*map(_labels, sides)]
     both = set(labels[0].values()) & set(labels[1].values())

@@ -106,7 +106,7 @@ def _find_stage(code: GraphCode, graphs: Sequence[GraphReport]) -> None:
 
 @contextlib.contextmanager
 def marked(codes: Sequence[GraphCode]) -> Iterator[dict[str, tuple[GraphCode, str]]]:
-    """Have a profiler see spans, in this context; what is yielded says of each what it is: "" for the whole graph."""
+    """Have a profiler see spans, in this context; yield name -> (code, kernel), where "" is the kernel of a whole graph's."""
     meaning: dict[str, tuple[GraphCode, str]] = {}
 
     def span(code: GraphCode, kernel: str) -> ProfilerSpan | None:

@@ -1,15 +1,18 @@
 """The whole training step as one graph: forward, loss, backward, allreduce, clipping, update and loss scale.
 
-Read `options`, `step` (what a user calls), `components` (what it is made of), `parts` (what its end does, one a file), `slots`
-(their tensors), `checkpoint` (what is saved of them), `state` (all that it reads and writes besides its batch), `all_or_nothing`
-(a call that fails), `function` and its `step_inputs` (what Dynamo traces), `accumulation` and `flush` (over several calls),
-`slices` (over any number of ranks), `mean` (losses with a denominator of their own), `step_graphs` (how a call runs it),
-`captured_step`, `step_compiler` and `step_passes` (what becomes of the captured graph), `derivatives` (of derivatives in it),
-`in_pieces` (what cannot be). Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides),
-`optimizer_list` and `optimizer_state` (what updates, and its tensors), `hyperparameters` and `optimizer_changes` (what a
-schedule changes, and what makes another graph), `sharded` and `sharded_update` (where each rank has rows), `model` (what stands
-in for modules during a call), `last_update` (and where its skip began), `bundle_recorder` (a call that another process runs
-again), `replicas` (whether the ranks still train one model); `capture_errors` and `wrong_call` (what a user is told).
+Read in this order; each file decides what stands beside it.
+
+    options, step             what a user gives, calls, reads and saves
+    components                what a step is made of: objective, parameters, leaves, optimizer_list, sharded, sharded_update
+    parts/, slots             what its end does, one a file, and the tensors that these keep; checkpoint saves them
+    state                     all that it reads and writes besides its batch: optimizer_state, hyperparameters, optimizer_changes
+    all_or_nothing            a call that fails
+    function, step_inputs     what Dynamo traces; model stands in for the modules meanwhile
+    step_graphs               how a call runs it; in_pieces, what cannot be one graph
+    captured_step             the captured graph: step_compiler, step_passes, derivatives
+    accumulation, flush       updates of several calls; mean, losses with a denominator of their own; slices, any number of ranks
+    last_update               what the last call did, and where a skip began: bundle_recorder, replicas, digest
+    capture_errors            what a user is told where capture fails, and by wrong_call of a wrong call
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def average_of(params: Sequence[Tensor], gradient_sums: Sequence[Tensor], accumu
 
 def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
                          weighted: Weighted | None) -> tuple[Tensor | None, tuple[bool, ...]]:
-    """Add gradients to those of earlier calls; return the mean of a loss that is one, and which of them there are."""
+    """Add gradients to those of earlier calls; return the mean, if the loss is a `Mean`, and which parameters have a gradient."""
     for own, gradient in zip(inputs.gradient_sums, grads):
         if weighted is not None:
             own.mul_(weighted.earlier)

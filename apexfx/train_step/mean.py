@@ -56,7 +56,7 @@ class Mean:
         return self * -1
 
     def __sub__(self, other: Mean) -> Mean:
-        return self + -other
+        return self + -other if isinstance(other, Mean) else NotImplemented
 
     def __mul__(self, weight: float) -> Mean:
         return _of(tuple((total * weight, count) for total, count in self.terms))

@@ -48,7 +48,6 @@ class _Parameter:
         self.places = [(registries(module).parameters, name) for module, name in fsdp.owners(record)]
         self.placeholder = nn.Parameter(without_memory(self.size, self.sharded, computes_in))
         self._local: Tensor | None = None
-        self.rows = self._local
         self.accumulated: _Accumulated | None = None
         self.read()
 

@@ -30,7 +30,7 @@ from .hyperparameters import numbers_of
 from .last_update import LastUpdate
 from .model import warn_of_eval_mode
 from .options import StepOptions
-from .parts.ema import averaged_model
+from .parts.ema import averaged_model, check_averaged
 from .parts.loss_scale import SkipsTeller
 from .parts.norm import Norm
 from .parts.safeguard import Event
@@ -361,6 +361,7 @@ class TrainStep:
             RuntimeError: the step averages nothing, or a previous step failed after it had modified state.
             TypeError: the model holds what cannot be copied, as one under `fully_shard`.
         """
+        check_averaged(self._components.slots)  # in front of what communicates: Python asks __getattr__, too, where it raises
         self._state.all_or_nothing.check_usable()
         self._agree_to_gather("ema_model")
         return averaged_model(self.model, self._components.slots)

@@ -85,17 +85,20 @@ def followed(averages: Sequence[Tensor], values: Sequence[Tensor], counts: Tenso
     return [result[place] for place in range(len(averages))]
 
 
+def check_averaged(slots: Slots) -> None:
+    """Raise where a step averages nothing."""
+    if AVERAGE not in slots:
+        raise NotKeptError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
+                           "ema=apexfx.EMA(decay=0.9999)")
+
+
 @torch.no_grad()
 def averaged_model(model: nn.Module, slots: Slots) -> nn.Module:
     """Return a copy of `model`, in eval mode, whose parameters are their averages, where they have followed an update.
 
     Raises:
-        RuntimeError: nothing is averaged.
         TypeError: it holds what cannot be copied.
     """
-    if AVERAGE not in slots:
-        raise NotKeptError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
-                           "ema=apexfx.EMA(decay=0.9999)")
     if under_fully_shard([model]):
         raise TypeError("apexfx: step.ema_model copies the model, which torch does not for one under fully_shard(); load "
                         "step.state_dict()['ema']['averages'] into another one that is sharded alike")

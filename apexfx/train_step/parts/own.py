@@ -17,11 +17,11 @@ from ..._torch import tensor_version
 from ...compiler.cache import source_digest
 from ...config import HALVES, brief
 from ...optimizers.end_of_step import EndOfStep
+from ...optimizers.settings import PLAIN
 from ...optimizers.update import kind_of
 from .part import PLACES, Part, Slot
 
 _OF_DATA = ("GuardOnDataDependentSymNode", "DataDependentOutputException")  # of torch
-_PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _of_class(cls: type[Part]) -> dict[str, Any]:
             for wrapped in ("fget", "func", "__func__"):  # of a property, a cached one, a static method
                 function = getattr(function, wrapped, function)
             function = inspect.unwrap(function) if callable(function) else function
-            if name.startswith("__") or not isinstance(function, (*_PLAIN, tuple, list, dict, set, Tensor, FunctionType)):
+            if name.startswith("__") or not isinstance(function, (*PLAIN, tuple, list, dict, set, Tensor, FunctionType)):
                 continue
             if not isinstance(function, FunctionType):
                 held.setdefault(name, function)
@@ -163,4 +163,4 @@ def _of_class(cls: type[Part]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or isinstance(value, tuple) and all(map(_is_plain, value))
+    return isinstance(value, PLAIN) or isinstance(value, tuple) and all(map(_is_plain, value))
