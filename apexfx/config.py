@@ -100,11 +100,12 @@ class BucketConfig:
             for a model that would not fill four such buckets: a quarter of its elements, at least 2**19, so that
             communication starts while there is still something to compute.
         layout: "reverse" fills buckets in reverse order of the parameters' first use; "ddp" reproduces the buckets of
-            `torch.nn.parallel.DistributedDataParallel`, so that gradients are bitwise equal to its own.
+            `torch.nn.parallel.DistributedDataParallel`, in the dtype of the parameters, so that gradients are bitwise its own.
         bucket_cap_mb: bucket size in MiB for `layout="ddp"`.
         delay_allreduce: one bucket a dtype, reduced at the end of backward.
         trigger_params: names of parameters; a bucket is closed when one of these gets its gradient, instead of by size.
-        allreduce_always_fp32: reduce half gradients in float32.
+        allreduce_always_fp32: reduce in float32 the gradients of float32 parameters that are computed in half, as torch's DDP
+            does; else they are reduced in half, as Apex does at O2, with half of the bytes.
         gradient_average: divide by the number of ranks; False leaves the sum.
         gradient_predivide_factor: divide by this before the allreduce, and by world size / this after it.
         comm_dtype: reduce in this dtype, whatever the gradient's.
@@ -291,7 +292,7 @@ class TransformConfig:
         """The bucket options, or None when gradients are not reduced."""
         if isinstance(self.ddp, BucketConfig):
             return self.ddp
-        return BucketConfig() if self.ddp else None
+        return BucketConfig(allreduce_always_fp32=self.level.patch_ops) if self.ddp else None  # at O1 as DDP under autocast
 
     def half_dtype(self, devices: Iterable[torch.device]) -> torch.dtype:
         """Return the half type of a model on `devices`: the one asked for, else the default."""

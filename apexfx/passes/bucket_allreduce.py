@@ -165,7 +165,7 @@ class BucketAllreduce(Pass):
     def _takes_upcast(self, name: str) -> bool:
         """Whether the gradient enters its buffer behind an upcast that the graph may hold."""
         if self.replayed is None:
-            return self.config.allreduce_always_fp32
+            return self.config.allreduce_always_fp32 or self.config.layout == "ddp"
         return any(name in (slot.parameter, *slot.shared_with) and bucket.dtype == bucket.output_dtype
                    for bucket in self.replayed.buckets for slot in bucket.slots)
 

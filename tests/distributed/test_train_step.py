@@ -72,6 +72,20 @@ def compare(rank, make=net, *, accumulate=1, max_grad_norm=None, sync_bn=False, 
     return step
 
 
+@on_ranks(2)
+def test_half_gradients_are_averaged_in_float32_as_by_ddp_under_autocast(rank, world_size):
+    [(x, y)] = batches(rank, 1)
+    for half, ddp in ((torch.bfloat16, True), (torch.float16, True), (torch.bfloat16, apexfx.BucketConfig(layout="ddp"))):
+        options = {"opt_level": "O1", "dtype": half, "ddp": ddp, "inner": "eager"}
+        of_step, model, reference = net(), net(), nn.parallel.DistributedDataParallel(net())
+        step_of(of_step, F.cross_entropy, keep_grads=True, loss_scale=1.0, **options)(x, y)
+        F.cross_entropy(apexfx.transform(model, **options)(x).float(), y).backward()
+        with torch.autocast("cpu", half):
+            F.cross_entropy(reference(x), y).backward()
+        for ours, also, theirs in zip(of_step.parameters(), model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad) and torch.equal(also.grad, theirs.grad)
+
+
 @on_ranks(3)
 def test_a_step_is_that_of_torch_ddp(rank, world_size):
     step = compare(rank)
