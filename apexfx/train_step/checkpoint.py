@@ -70,8 +70,8 @@ def load(components: Components, state: dict[str, Any]) -> None:
     except BaseException as error:
         for name, holder in holders.items():
             holder.load_state_dict(before[name])
-        if 'Unexpected key(s) in state_dict: "module.' in str(error) and (of_ddp := _of_ddp(state, components.model)):
-            error.args = (f"apexfx: {of_ddp}. {error}",)
+        if "Unexpected key(s) in state_dict" in str(error) and (of_wrapper := _of_wrapper(state, components.model)):
+            error.args = (f"apexfx: {of_wrapper}. {error}",)
         error.add_note("  apexfx: nothing of the step has changed")
         raise
     if components.slices is not None:
@@ -91,7 +91,8 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
         kind = first_names(keys) or empty if isinstance(state, dict) else type(state).__name__
         held = [name for name, each in given.items() if isinstance(each, dict) and each.keys() >= _ALWAYS]
         of_loop = "Load what a loop has saved into the model and the optimizer themselves, which the step shares"
-        cure = f"Give it what is in {held[0]!r}" if held else "; ".join(filter(None, (of_loop, _of_ddp(given, components.model))))
+        of_wrapper = _of_wrapper(given, components.model)
+        cure = f"Give it what is in {held[0]!r}" if held else f"{of_loop}; {of_wrapper}" if of_wrapper else of_loop
         missing = ", ".join(map(repr, sorted(_ALWAYS - given.keys())))
         raise ValueError(f"apexfx: load_state_dict() expected what state_dict() of a step returns. {cure}. Given was {kind}; "
                          f"{missing} missing")
@@ -127,13 +128,15 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
     return state
 
 
-def _of_ddp(state: dict[str, Any], model: nn.Module) -> str:
-    """Return what to do about names of a model in DistributedDataParallel; "" where there are none, or of `model` too."""
-    of_ddp = [text for text, held in [("state", state), *((f"state[{name!r}]", held) for name, held in state.items())]
-              if isinstance(held, dict) and held and all(str(key).startswith("module.") for key in held)]
-    return "" if not of_ddp or "module" in dict(model.named_children()) else (
-        f"the names in {of_ddp[0]} are those of a model under DDP or DataParallel: take 'module.' off by "
-        f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present({of_ddp[0]}, 'module.')")
+def _of_wrapper(state: dict[str, Any], model: nn.Module) -> str:
+    """Return what to do about names of a model in a wrapper; "" where there are none, or of `model` too."""
+    for prefix, wrapper in (("module.", "under DDP or DataParallel"), ("_orig_mod.", "that torch.compile() has returned")):
+        held_by = [text for text, held in [("state", state), *((f"state[{name!r}]", held) for name, held in state.items())]
+                   if isinstance(held, dict) and held and all(str(key).startswith(prefix) for key in held)]
+        if held_by and prefix[:-1] not in dict(model.named_children()):
+            return (f"the names in {held_by[0]} are those of a model {wrapper}: take {prefix!r} off by "
+                    f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present({held_by[0]}, {prefix!r})")
+    return ""
 
 
 def _kept(components: Components, state: dict[str, Any]) -> list[int]:

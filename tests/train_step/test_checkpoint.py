@@ -153,14 +153,15 @@ def same(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_names_of_a_model_in_ddp_are_led_to_those_of_the_model():
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_names_of_a_model_in_a_wrapper_are_led_to_those_of_the_model(prefix):
     step, state = make(), copy.deepcopy(trained())
     before = copy.deepcopy(step.state_dict())
-    state["model"] = {f"module.{name}": x for name, x in state["model"].items()}
+    state["model"] = {f"{prefix}{name}": x for name, x in state["model"].items()}
     with pytest.raises(RuntimeError, match=r"^apexfx: the names in state\['model'\] (.|\n)*Unexpected key") as raised:
         step.load_state_dict(state)
     assert raised.value.__notes__ == ["  apexfx: nothing of the step has changed"] and same(step.state_dict(), before)
-    nn.modules.utils.consume_prefix_in_state_dict_if_present(state["model"], "module.")
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state["model"], prefix)
     step.load_state_dict(state)
     assert same(step.state_dict()["model"], trained()["model"])
 
