@@ -145,8 +145,9 @@ class StepOptions:
                   "dynamic=True, whose code depends on the sizes that a rank has seen first": bool(self.config.dynamic),
                   "inner_options= of an autotuner, by which each rank takes the kernels that it measures": any(
                       "autotune" in name and value for name, value in self.config.inner_options.items()),
-                  "a BucketConfig of other sums; message_size= and timeout_s= are taken": buckets is not None
-                  and dataclasses.replace(buckets, message_size=None, timeout_s=None) != BucketConfig()}
+                  "a BucketConfig of other sums; message_size= and timeout_s= are taken, and halves add up in float32":
+                  buckets is not None and dataclasses.replace(
+                      buckets, message_size=None, timeout_s=None, allreduce_always_fp32=False) != BucketConfig()}
         if given := next((said for said, is_given in others.items() if is_given), ""):
             raise ValueError(f"apexfx: slices= was given with {given}; leave one of them out")
 
