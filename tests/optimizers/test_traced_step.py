@@ -22,7 +22,7 @@ from tests.train_step.test_optimizers import Net, assert_same, batches, beside, 
 from tests.train_step.test_step import ROUNDING
 
 import apexfx  # isort: skip
-from apexfx.optimizers.settings import settings_of  # isort: skip
+from apexfx.optimizers.settings import settings_of, variables_of_program  # isort: skip
 from apexfx.optimizers.traced import initial_state  # isort: skip
 from apexfx.optimizers.traced.traced_update import traced_update  # isort: skip
 from apexfx.optimizers.update_rules import unsupported_reason  # isort: skip
@@ -116,9 +116,11 @@ def test_what_no_graph_holds_is_refused_by_its_line_and_nothing_of_it_is_changed
     model = Net()
     optimizer = kind(model.parameters(), lr=0.01)
     before, random_state = copy.deepcopy((model.state_dict(), optimizer.state_dict())), random.getstate()
+    variables = [(each, copy.deepcopy(each.value)) for each in variables_of_program(optimizer)]
     assert re.search(reason, unsupported_reason(optimizer))
     assert_same(before, (model.state_dict(), optimizer.state_dict()))
     assert random.getstate() == random_state
+    assert all(each.value == was for each, was in variables)
 
 
 @table(1, "kind, reason", REFUSED)
