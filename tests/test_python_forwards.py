@@ -400,20 +400,20 @@ def test_a_step_of_a_schedule_in_the_loop_is_two_graphs(layer):
 
 
 def test_a_float_that_one_model_keeps_makes_no_constants_of_another_s():
-    def step_of(model):
-        return updates("step", model, lambda m, x: squares(m(x), x))
+    class Keeps(Anneals):
+        def forward(self, x):
+            return nn.functional.elu(nn.Linear.forward(self, x), self.factor)
 
     class Other(Anneals):
         def forward(self, x):
             return nn.Linear.forward(self, x) * self.factor
 
-    keeps, other = step_of(Anneals(True)), step_of(Other(False))
-    for _ in range(2):
-        keeps(X[0])
-    for number in range(4):
-        other.model.factor = 1 + number / 4
-        other(X[0])
-    assert len(other.report.graphs) == 2
+    keeps, other = (updates("step", model, lambda m, x: squares(m(x), x)) for model in (Keeps(False), Other(False)))
+    for step, num_graphs in ((keeps, 3), (other, 2)):
+        for number in range(3):
+            step.model.factor = 1 + number / 4
+            step(X[0])
+        assert len(step.report.graphs) == num_graphs
 
 
 def test_what_is_captured_or_recorded_draws_no_number_of_python(tmp_path):
