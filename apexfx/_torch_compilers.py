@@ -497,12 +497,15 @@ def _read_by_numbers(theirs: _Method, self: BuiltinVariable, tx: Any, args: Sequ
     return theirs(self, tx, args, kwargs)
 
 
+_SYNC_TAKES_KIND = "has_tensor_arg" in inspect.signature(TensorVariable._sync_if_inplace_mutation).parameters  # 2.13
+
+
 def _write_by_numbers(theirs: _Method, self: TensorVariable, tx: Any, key: Any, written: Any) -> Any:
     tensor, rest = _select_numbers(self, tx, key)
     version = self._get_fake_version()
     result = theirs(tensor, tx, rest, written)
     if tensor is not self:  # whether it requires a gradient now
-        self._sync_if_inplace_mutation(tx, version, written.is_tensor())
+        self._sync_if_inplace_mutation(tx, version, *([written.is_tensor()] if _SYNC_TAKES_KIND else []))
     return result
 
 
