@@ -258,6 +258,11 @@ def numbered():
     return [(x, torch.tensor(k)) for x, k in zip(drawn(3, 4, seed=1, count=4), (1, 2, 0, 2))]
 
 
+def _set(target, index, source):
+    target[index] = source
+    return target
+
+
 def writes(place):
     def use(model, h, k):
         with torch.no_grad():
@@ -268,7 +273,7 @@ def writes(place):
 
 
 def bank_of_mean(index):
-    return writes(lambda model, h, k: model.bank.__setitem__(index(k), h.mean(0)))
+    return writes(lambda model, h, k: _set(model.bank, index(k), h.mean(0)))
 
 
 def adds_to_zeros(model, h, k):
@@ -314,9 +319,9 @@ INDICES = {
     "writes a row of one": bank_of_mean(lambda k: (k, ...)),
     "writes a slice of one": bank_of_mean(lambda k: slice(k, k + 1)),
     "writes by what was read": bank_of_mean(lambda k: k.item()),
-    "writes an element": writes(lambda model, h, k: model.bank.__setitem__((k, int(k)), h.sum())),
-    "writes a part of a row": writes(lambda model, h, k: model.bank.__setitem__((k, slice(1, 3)), h.mean(0)[:2])),
-    "writes a column": writes(lambda model, h, k: model.bank.__setitem__((slice(None), k), h.sum())),
+    "writes an element": writes(lambda model, h, k: _set(model.bank, (k, int(k)), h.sum())),
+    "writes a part of a row": writes(lambda model, h, k: _set(model.bank, (k, slice(1, 3)), h.mean(0)[:2])),
+    "writes a column": writes(lambda model, h, k: _set(model.bank, (slice(None), k), h.sum())),
     "writes through a view": writes(adds_through_a_view),
     "writes several times": writes(fills),
     "adds to zeros": adds_to_zeros, "adds to one column": adds_to_one_column,
@@ -443,11 +448,6 @@ FORMS |= {f"view: {name}": Form(view_model(forward), drawn(3, 6, 8), 1.0, induct
           for place, (name, forward) in enumerate(VIEWS.items())}
 
 # ---- casts beside writes, products without sums, transforms of torch.func ---------------------------------------------------
-
-
-def _set(target, index, source):
-    target[index] = source
-    return target
 
 
 def _through_a_view(h):
