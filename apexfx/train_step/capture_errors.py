@@ -9,7 +9,7 @@ import linecache
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._torch import close_frames, quiet_fakes
 from ..compiler.capture import local_name
@@ -33,65 +33,80 @@ def _type(*gb_types: str) -> str:
     return rf"\A(?:{'|'.join(map(re.escape, gb_types))})\n"  # the first line of what Dynamo says
 
 
-# What torch says, by the `gb_type` of a graph break or by its words, and the reason and the advice that a user gets for it.
-_OBSTACLES = (
+class _Obstacle(NamedTuple):
+    """What stands in the way of one graph.
+
+    Attributes:
+        said: what torch says of it, by the `gb_type` of a graph break or by its words.
+        reason: what the user gets for that; "{0}" is the first group of `said`.
+        advice: what to do.
+    """
+
+    said: re.Pattern[str]
+    reason: str
+    advice: str
+
+
+_IN_NO_WAY = (  # as one graph or in pieces
     (_DUAL_NUMBERS,
      "torch cannot differentiate forward (jvp, jacfwd, hessian) through every op, norms among others, while it captures a graph",
      "Differentiate backward: jacrev(f) in the place of jacfwd(f), jacrev(grad(f)) in that of hessian(f)"),
-    (re.compile("disjoint backward regions"), "the loss holds a derivative of what checkpoints activations, and torch computes "
+    ("disjoint backward regions", "the loss holds a derivative of what checkpoints activations, and torch computes "
      "those again for one backward", "Leave the checkpoint out"),
-    (re.compile(r"torch/distributed/fsdp/"),
+    (r"torch/distributed/fsdp/",
      "a module is under fully_shard() that was not when the step was made, or is not of the step's model",
      "Call fully_shard() before train_step(), and leave a frozen model of the loss whole, or give the step what it returns"),
     (_TENSOR_CALLED,
      "a tensor is called as a model is: loss_fn takes what the model returns, loss_fn(model(inputs), *targets)",
      "What takes the model itself is an objective: train_step(model, objective=f, optimizer=...) computes f(model, *batch)"),
-    *((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") for pattern, reason, advice in (
-        (r"does not support RNG ops", "the model checkpoints activations around random numbers (dropout), which a graph cannot "
-         "compute again", "Checkpoint without dropout"),
-        (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
-        (r"apexfx: (Inductor of torch .* cannot compile this graph.*)", "{0}", "Give inner='eager', which runs it op by op"),
-        (r"(?:method `acquire` of class|how to enter a) `R?[lL]ock`", "a lock is taken, which no graph does (in Python 3.11 "
-         "functools.cached_property takes one, too)", "Leave it out, or call the model once before the step if it is taken in "
-         "a first call alone"),
-        (r"UserDefinedObjectVariable\(Mean\)", "torch computes nothing with an apexfx.Mean",
-         "Add Mean(scalar, 1) to it in the place of a scalar; weigh it by a number, or its total by a tensor"),
-        (_type("HOP: Unsafe side effect"), "what is under a checkpoint, or given to another function of functions, sets "
-         "something outside of it, as spectral_norm does its buffers",
-         "Leave the checkpoint out there, which in eager sets that twice"),
-        (r"NYI Sym\w+ ", "an op is given a number that differs from call to call, and takes a constant alone",
-         "Give it as a tensor, x ** torch.tensor(k)"),
-        (r"^(.*, where eager raises nothing)\n", "{0}", "Write that otherwise"),
-        (_type("autograd.grad consumed returned tensor's grad_fn") + r"(?s:.*\nkept|)(.*)",
-         "the model keeps a tensor of this step{0} for the next one, with its history",
-         "Clear what the forward or a hook keeps for the objective after its use (loss, model.aux = loss + model.aux, None), "
-         "and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight that "
-         "they compute; use those of torch.nn.utils.parametrizations, whose spectral_norm begins by other vectors, and a "
-         "parametrization of your own that multiplies by the mask"),
-        (r"setattr\(.*RemovableHandle", "a hook is registered inside of the step",
-         "Register it before the step is made, or return from the forward what it reads"),
-        (_type("Unsupported Tensor.requires_grad_() call", "setattr() on Tensor.requires_grad",
-               "Attempted to use tensor creation function with requires_grad=True"),
-         "requires_grad is set in a way that a graph cannot hold", "Write x.detach().requires_grad_()"),
-        (_type("returning intermediate with requires_grad_()"), "a tensor that requires_grad_() was called on stays in what the "
-         "step was given, as in a dictionary of the batch",
-         "Put it into a new one: pos = batch['pos'].detach().requires_grad_(), batch = {**batch, 'pos': pos}"),
-        (r"use_numpy_random_stream|bound method RandomState\.|method `(?!\w*seed)\w+` of class `(?:Generator|RandomState)`|"
-         r"cyfunction default_rng", "np.random of NumPy is called, whose numbers are in no graph", _DRAW),
-        (r"(?:how to trace .*`(?:<unknown module>\.)?|that the function `)Random\.(\w+)\.?`",
-         "random.{0}() of Python is called, which is in no graph", _DRAW),
-        (r"Data-dependent branching(?s:.*)random_value_\d+|partial tensor op: .*UnspecializedPythonVariable",
-         "a number that Python's random draws in each call is branched on or computed with", _DRAW),
-        (r"(?:does not support next\(\) on |name=__next__, type=)(\w+)",
-         "next() is called on a {0} of Python, which a graph cannot advance",
-         "Call next() outside, and give the step what it returns"),
-        (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
-         "{0}() of Python is called, which is in no graph", _MOVE),
-        (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index, a shape or a function of math depends on a number that is known when "
-         "the graph runs only: read from a tensor (.item(), int(t)) or drawn by Python's random", _CHOOSE),
-        *((f"^({begin}.*?){_LINE}", "{0}", advice) for begin, advice in (("Data-dependent branching", _CHOOSE), ("", _MOVE))),
-    )),
 )
+_IN_PIECES_ALONE = (
+    (r"does not support RNG ops", "the model checkpoints activations around random numbers (dropout), which a graph cannot "
+     "compute again", "Checkpoint without dropout"),
+    (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
+    (r"apexfx: (Inductor of torch .* cannot compile this graph.*)", "{0}", "Give inner='eager', which runs it op by op"),
+    (r"(?:method `acquire` of class|how to enter a) `R?[lL]ock`", "a lock is taken, which no graph does (in Python 3.11 "
+     "functools.cached_property takes one, too)", "Leave it out, or call the model once before the step if it is taken in "
+     "a first call alone"),
+    (r"UserDefinedObjectVariable\(Mean\)", "torch computes nothing with an apexfx.Mean",
+     "Add Mean(scalar, 1) to it in the place of a scalar; weigh it by a number, or its total by a tensor"),
+    (_type("HOP: Unsafe side effect"), "what is under a checkpoint, or given to another function of functions, sets "
+     "something outside of it, as spectral_norm does its buffers",
+     "Leave the checkpoint out there, which in eager sets that twice"),
+    (r"NYI Sym\w+ ", "an op is given a number that differs from call to call, and takes a constant alone",
+     "Give it as a tensor, x ** torch.tensor(k)"),
+    (r"^(.*, where eager raises nothing)\n", "{0}", "Write that otherwise"),
+    (_type("autograd.grad consumed returned tensor's grad_fn") + r"(?s:.*\nkept|)(.*)",
+     "the model keeps a tensor of this step{0} for the next one, with its history",
+     "Clear what the forward or a hook keeps for the objective after its use (loss, model.aux = loss + model.aux, None), "
+     "and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight that "
+     "they compute; use those of torch.nn.utils.parametrizations, whose spectral_norm begins by other vectors, and a "
+     "parametrization of your own that multiplies by the mask"),
+    (r"setattr\(.*RemovableHandle", "a hook is registered inside of the step",
+     "Register it before the step is made, or return from the forward what it reads"),
+    (_type("Unsupported Tensor.requires_grad_() call", "setattr() on Tensor.requires_grad",
+           "Attempted to use tensor creation function with requires_grad=True"),
+     "requires_grad is set in a way that a graph cannot hold", "Write x.detach().requires_grad_()"),
+    (_type("returning intermediate with requires_grad_()"), "a tensor that requires_grad_() was called on stays in what the "
+     "step was given, as in a dictionary of the batch",
+     "Put it into a new one: pos = batch['pos'].detach().requires_grad_(), batch = {**batch, 'pos': pos}"),
+    (r"use_numpy_random_stream|bound method RandomState\.|method `(?!\w*seed)\w+` of class `(?:Generator|RandomState)`|"
+     r"cyfunction default_rng", "np.random of NumPy is called, whose numbers are in no graph", _DRAW),
+    (r"(?:how to trace .*`(?:<unknown module>\.)?|that the function `)Random\.(\w+)\.?`",
+     "random.{0}() of Python is called, which is in no graph", _DRAW),
+    (r"Data-dependent branching(?s:.*)random_value_\d+|partial tensor op: .*UnspecializedPythonVariable",
+     "a number that Python's random draws in each call is branched on or computed with", _DRAW),
+    (r"(?:does not support next\(\) on |name=__next__, type=)(\w+)",
+     "next() is called on a {0} of Python, which a graph cannot advance",
+     "Call next() outside, and give the step what it returns"),
+    (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
+     "{0}() of Python is called, which is in no graph", _MOVE),
+    (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index, a shape or a function of math depends on a number that is known when "
+     "the graph runs only: read from a tensor (.item(), int(t)) or drawn by Python's random", _CHOOSE),
+    *((f"^({begin}.*?){_LINE}", "{0}", advice) for begin, advice in (("Data-dependent branching", _CHOOSE), ("", _MOVE))),
+)
+_OBSTACLES = (*(_Obstacle(re.compile(said), *told) for said, *told in _IN_NO_WAY),
+              *(_Obstacle(re.compile(said), reason, f"{advice}, or {_IN_PIECES}") for said, reason, advice in _IN_PIECES_ALONE))
 # Graph breaks of Dynamo's at what fails in eager, too.
 _OF_USER = ("failed to bind arguments when attempting to inline", "TypeError when making fake tensor call",
             "RuntimeError when making fake tensor call")
@@ -287,13 +302,13 @@ def _not_one_graph(said: str, read: str = "") -> NotOneGraph:
         said: torch's text, which names the frames.
         read: the stack of the line that has read the number which Dynamo cannot know.
     """
-    found, reason, advice = next((found, *row) for pattern, *row in _OBSTACLES if (found := pattern.search(said.strip())))
-    reason = reason.format(*found.groups())
+    found, obstacle = next((found, each) for each in _OBSTACLES if (found := each.said.search(said.strip())))
+    reason = obstacle.reason.format(*found.groups())
     explained = ". ".join(filter(None, (reason, *found.groups()[1:])))
     if frames := frames_of_user(said):
         file, number, function = frames[-1]
         explained, reason = f"{explained}\n  {place(*frames[-1])}", f"{reason} at {file}:{number}, in {function}"
         if (read_in := frames_of_user(read)[-1:]) and read_in != frames[-1:]:
             explained += f"\n  the number is read {place(*read_in[0])}"
-    return NotOneGraph(f"apexfx: the training step cannot be captured as one graph: {explained}\n  {advice}. All that Dynamo "
-                       "says is in __cause__, above", reason, explained)
+    return NotOneGraph(f"apexfx: the training step cannot be captured as one graph: {explained}\n  {obstacle.advice}. All "
+                       "that Dynamo says is in __cause__, above", reason, explained)
