@@ -272,9 +272,15 @@ class _Sides:
 
     def _hidden_by_clipping(self, grads: dict[str, Tensor]) -> float | None:
         """Return how much longer the loop's gradient was than the step's, where clipping has made them one; else None."""
-        clips_alone = self._loop.wrote and all("clip_grad" in written for _, written in self._loop.wrote)
-        ratio = _ratio(self._loop.gradients, _unclipped(self._step, grads, _norm(grads))) if clips_alone else None
-        return None if ratio is None or _close(ratio, 1) else ratio
+        ratio = _ratio(self._loop.gradients, _unclipped(self._step, grads, _norm(grads)))
+        hides = self._loop.wrote and ratio is not None and not _close(ratio, 1) and self._clips_alone(ratio)
+        return ratio if hides else None
+
+    def _clips_alone(self, ratio: float) -> bool:
+        """Return whether a clip alone has written the loop's gradient: no line that unscales it or divides it by `ratio`."""
+        loop, lines = self._loop, set(self._loop.wrote)
+        return not lines or [unscales for unscales, _ in lines] == [False] \
+            and not _close(ratio * _norm(loop.stepped), _norm(loop.gradients))
 
     def untried(self) -> str:
         """Say that nothing was clipped, where loop or step would, so that how they do was not compared."""
@@ -303,8 +309,7 @@ class _Sides:
         is_same = ratio is not None and _close(ratio, 1)  # of other losses, too: of apexfx.Mean each has its own count
         if not is_same and not _may_be_scaled(factor, calls):
             return "forward", f"{line}\n{self._of_forward(losses)}"
-        clipped_alone = all("clip_grad" in written for _, written in loop.wrote)
-        if ratio is None or not is_same and (clipped_alone or not _close(ratio, factor * calls)):
+        if ratio is None or not is_same and (self._clips_alone(ratio) or not _close(ratio, factor * calls)):
             return "gradient", f"{line}\n{self._of_gradient(ratio)}"
         clips = [place for place, (unscales, _) in enumerate(loop.wrote) if not unscales]
         late = clips and any(unscales for unscales, _ in loop.wrote[clips[0]:])
