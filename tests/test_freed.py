@@ -49,6 +49,11 @@ def step_of(model, *, optimizer=torch.optim.AdamW, calls=1, on_model=False, capt
     return [model, optimizer, step, step.report]
 
 
+def step_calling_in_graph(model):
+    in_graph = torch.compiler.allow_in_graph(lambda x: x if model is not None else -x)
+    return step_of(model, objective=lambda m, x, y: F.cross_entropy(in_graph(m(x)), y), opt_level="O1")
+
+
 def failing_step(model):
     held = step_of(model)
     with pytest.raises(ValueError, match="not a scalar"):
@@ -81,6 +86,7 @@ MAKES = {
     "step at O2, float16, accumulating": lambda: step_of(net(), opt_level="O2", dtype=torch.float16, accumulate=2, calls=3),
     "step with another optimizer": lambda: step_of(net(), opt_level="O0", optimizer=RMSprop, keep_grads=True),
     "step with a batch norm of ours": lambda: step_of(referring_to_itself(net(momentum=None))),
+    "step that calls a function in its graph": lambda: step_calling_in_graph(net()),
     "step in pieces": lambda: step_of(net(), objective=branching(F.cross_entropy), fallback="transform"),
     "step held by its model": lambda: step_of(net(), on_model=True, calls=2),
     "step that is captured only": lambda: step_of(net(), capture=True),

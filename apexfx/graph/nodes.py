@@ -252,9 +252,13 @@ def argument(node: fx.Node | Call, name: str) -> Any:
     return node.args[place] if place < len(node.args) else default
 
 
-@functools.cache
 def _parameters(target: Callable[..., Any]) -> dict[str, tuple[int, Any]]:
-    """Return {name: (position, default)} of the parameters of `target`."""
+    """Return {name: (position, default)} of the parameters of `target`, kept of what is torch's: a program's may hold a model."""
+    is_of_torch = (getattr(target, "__module__", None) or "").partition(".")[0] in ("torch", "_operator")
+    return (_known_parameters if is_of_torch else _read_parameters)(target)
+
+
+def _read_parameters(target: Callable[..., Any]) -> dict[str, tuple[int, Any]]:
     if (op := op_of(target)) is not None:
         return {a.name: (place, a.default_value) for place, a in enumerate(op._schema.arguments)}
     try:
@@ -264,12 +268,17 @@ def _parameters(target: Callable[..., Any]) -> dict[str, tuple[int, Any]]:
     return {p.name: (place, None if p.default is p.empty else p.default) for place, p in enumerate(parameters)}
 
 
-@functools.cache
+_known_parameters = functools.cache(_read_parameters)
+
+
 def op_of(target: Callable[..., Any]) -> OpOverload | None:
     """Return the op that `target` is, or that a function of torch's written in C calls, where that has no two overloads."""
-    if isinstance(target, OpOverload):
-        return target
-    packet = getattr(torch.ops.aten, target.__name__, None) if inspect.isbuiltin(target) else None
+    return target if isinstance(target, OpOverload) else _only_op(target) if inspect.isbuiltin(target) else None
+
+
+@functools.cache
+def _only_op(builtin: Callable[..., Any]) -> OpOverload | None:
+    packet = getattr(torch.ops.aten, builtin.__name__, None)
     names = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
     overloads = [name for name in names if not name.endswith("out")]
     return getattr(packet, overloads[0]) if len(overloads) == 1 else None
