@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from .._torch import OpOverload, OpOverloadPacket
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, written_storages
 from ..graph.nodes import module_path, source_line, value
@@ -141,7 +142,8 @@ def _indices(node: fx.Node) -> list[tuple[fx.Node, Any, bool, int | None]]:
     """Return what an op takes for indices: (the node, the size that it is an index into, `counts_back`, `ignored`)."""
     name = canonical_name(node.target)
     if name in _SUBSCRIPTS:
-        return [(index, size, True, None) for index, size in _subscripts(*node.args[:2])] if len(node.args) > 1 else []
+        new = 1 if isinstance(node.target, (OpOverload, OpOverloadPacket)) else 0  # None: a dimension of the tensor, or a new one
+        return [(index, size, True, None) for index, size in _subscripts(*node.args[:2], new)] if len(node.args) > 1 else []
     if name == "one_hot":
         classes = node.args[1] if len(node.args) > 1 else node.kwargs.get("num_classes")
         return [(node.args[0], classes, False, None)] if classes not in (None, -1) and node.args else []
@@ -158,12 +160,16 @@ def _indices(node: fx.Node) -> list[tuple[fx.Node, Any, bool, int | None]]:
              given.get("ignore_index", -100) if "ignore_index" in takes.arguments else None)]
 
 
-def _subscripts(into: Any, keys: Any) -> list[tuple[fx.Node, Any]]:
-    """Return the tensors of whole numbers among the keys of `into[keys]`, each with the size that it is an index into."""
+def _subscripts(into: Any, keys: Any, of_none: int) -> list[tuple[fx.Node, Any]]:
+    """Return the tensors of whole numbers among the keys of `into[keys]`, each with the size that it is an index into.
+
+    Args:
+        of_none: how many dimensions None stands for.
+    """
     if not isinstance(of := value(into), Tensor):
         return []
     keys, found, dim = keys if isinstance(keys, (tuple, list)) else (keys,), [], 0
-    taken = [_dims(key) for key in keys]
+    taken = [of_none if key is None else _dims(key) for key in keys]
     for key, dims in zip(keys, taken):
         if key is Ellipsis:
             dim = of.dim() - sum(taken[keys.index(key) + 1:])

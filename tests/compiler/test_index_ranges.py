@@ -40,6 +40,7 @@ FORMS = {
     "subscript": lambda table, ids: table.weight[ids],
     "subscripts": lambda table, ids: table.weight[ids[0], ids[0] * 0],
     "behind an ellipsis": lambda table, ids: table.weight.t()[..., ids[1], None],
+    "behind a dimension of ATen": lambda table, ids: torch.ops.aten.index(table.weight.t(), [None, ids[1]]),
     "written rows": lambda table, ids: (table.weight * 1).index_copy(0, ids[0], table.weight[:3]),
     "added rows": lambda table, ids: (table.weight * 1).index_add(0, ids[0], table.weight[:3]),
     "filled rows": lambda table, ids: (table.weight * 1).index_fill(0, ids[0], 0.5),
