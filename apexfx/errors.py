@@ -20,7 +20,13 @@ class NonFiniteError(RuntimeError):
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks are about to issue different collectives, or a rank never arrived."""
+    """Ranks are about to issue different collectives, or a rank never arrived.
+
+    Attributes:
+        late: whether they have issued them, one step before: on NCCL alone, where the host does not wait for the device.
+    """
+
+    late = False
 
 
 class ReplicaMismatchError(RuntimeError):
@@ -44,7 +50,9 @@ class NotKeptError(RuntimeError, AttributeError):
 
 
 class RankFailureError(RuntimeError):
-    """A rank died, stopped communicating, or failed in a backward."""
+    """A rank died, stopped communicating, or failed in a backward; `late` is as of `RankMismatchError`."""
+
+    late = False
 
 
 class UnsynchronizedGradientError(RuntimeError):

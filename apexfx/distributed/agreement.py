@@ -3,7 +3,8 @@
 One sum of a few numbers over the process group goes before all that a graph communicates, and before what ranks do at once when a
 model is made: which model it belongs to, a hash of what will be communicated, and how many forwards, or calls of a step, the rank
 has begun. So ranks that run other graphs, or the same in another order, or of which one has skipped or failed in a step, meet
-there. On NCCL alone the host would wait for the device: the sum before what was compared before is read at the next run.
+there. On NCCL alone the host would wait for the device: the sum before what was compared before is read at the next run of that
+model, and before a step is saved.
 
 Steps that differ in their data alone are not noticed. A rank that does not come is an error of the process group, within its
 timeout.
@@ -22,7 +23,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -75,12 +76,10 @@ class _GroupState:
     Attributes:
         num_models: how many have compared something.
         num_begun: how many forwards, or calls of a step, that are to communicate this rank has begun.
-        unread: the last sum, where it is read at the next run.
     """
 
     num_models: int = 0
     num_begun: int = 0
-    unread: Callable[[], None] | None = field(default=None, repr=False)
 
 
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
@@ -92,10 +91,14 @@ class Agreement:
     Args:
         group: whose ranks agree.
         timeout_s: seconds to wait for the others, where that is not the group's own timeout.
+
+    Attributes:
+        reads_late: whether what was compared before is read at the next run, or by `finish`.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
         self.group, self._timeout_s = group, timeout_s
+        self.reads_late, self._unread = device_of_group(group).type == "cuda", _nothing_more
         self._number = -1  # of the model among those of the group, in the order of their first comparisons
         self._state = _states.setdefault(group, _GroupState())
 
@@ -125,10 +128,8 @@ class Agreement:
             RankMismatchError: ranks are about to communicate something else; on every rank.
             RankFailureError: a rank has made more steps, or accumulates by itself; on every rank. One did not come.
         """
+        self.finish()
         state, rank = self._state, self.group.rank()
-        if (read := state.unread) is not None:
-            state.unread = None
-            read()
         if self._number < 0:
             self._number, state.num_models = state.num_models, state.num_models + 1
         device, options = device_of_group(self.group), dist.AllreduceOptions()
@@ -146,15 +147,20 @@ class Agreement:
         def end() -> None:
             with explains():
                 work.wait()  # on CUDA the stream waits
-            if run.agreed and device.type == "cuda":
+            if run.agreed and self.reads_late:
                 # Which does not hold the model until the next run.
                 copy, ran = HostCopy(sums), replace(run, mode=str, numbers=dict(numbers).copy)
-                state.unread = lambda: self._check(copy.get().tolist(), ran, late=True)
+                self._unread = lambda: self._check(copy.get().tolist(), ran, late=True)
             else:
                 self._check(sums.tolist(), run, late=False)
                 run.agreed = True
 
         return end
+
+    def finish(self) -> None:
+        """Read what was compared last, where that is read late; the errors are those of `begin_run`, and are `late`."""
+        read, self._unread = self._unread, _nothing_more
+        read()
 
     def _check(self, rows: Sequence[Sequence[int]], run: Communication, *, late: bool) -> None:
         """Raise where the ranks differ; after it they are in step again."""
@@ -162,16 +168,22 @@ class Agreement:
             return
         self._state.num_begun = max(row[2] for row in rows)
         posts = [["next communication", [{"model, in the order they were made": row[0], "hash": row[1]}], ""] for row in rows]
-        if device_of_group(self.group).type == "cpu":  # otherwise a rank may have gone on, and would not come
+        if not self.reads_late:  # otherwise a rank may have gone on, and would not come
             with explained(self.group, "the explanation of an error"):
                 items = [{"model, in the order they were made": self._number}, *run.items]
                 items += [[_NUMBERS, dict(numbers)]] if (numbers := run.numbers()) else []
                 dist.all_gather_object(posts, [run.what, items, run.mode()], self.group)
         after = ("\nIt happened in the step before, whose gradients are the same on every rank, and may be averages over "
                  "different steps: go back to a checkpoint.") if late else ""
-        if len({row[3] for row in rows}) == 1 and len({tuple(row[:2]) for row in rows}) > 1:
-            raise RankMismatchError(_different(posts, rows) + after)
-        raise RankFailureError(_out_of_step(posts, rows) + after)
+        differs = len({row[3] for row in rows}) == 1 and len({tuple(row[:2]) for row in rows}) > 1
+        kind, said = (RankMismatchError, _different) if differs else (RankFailureError, _out_of_step)
+        error = kind(said(posts, rows) + after)
+        error.late = late
+        raise error
+
+
+def _nothing_more() -> None:
+    """Read nothing: all that was compared was read."""
 
 
 @contextlib.contextmanager
@@ -275,7 +287,9 @@ def _different(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
         place = next((i for i, (a, b) in enumerate(zip(reference, items)) if a != b), min(len(reference), len(items)))
         there = [x[place] if place < len(x) else _NOTHING for x in (reference, items)]
         of_numbers = isinstance(there[0], list) and there[0][:1] == [_NUMBERS]
-        said = _differing_keys(*there, rank) or _trained_on_one(reference, items, rank) or (
+        kinds = {type(each) for each in there if each != _NOTHING}
+        apart = f"rank 0 is at the {what}, rank {rank} at the {what_there}" if what_there != what and len(kinds) == 2 else ""
+        said = apart or _differing_keys(*there, rank) or _trained_on_one(reference, items, rank) or (
             f"first difference, at position {place}: rank 0 has {_short(there[0])}, rank {rank} has {_short(there[1])}"
             + (f" (there: the {what_there})" if what_there != what else ""))
         lines.append(f"  {said}")

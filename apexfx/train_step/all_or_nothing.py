@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .._torch import set_grad_enabled
-from ..errors import RankMismatchError
+from ..errors import RankFailureError, RankMismatchError
 
 
 class AllOrNothing:
@@ -42,7 +42,7 @@ class AllOrNothing:
     def __call__(self) -> Iterator[None]:
         """Run a call in this context.
 
-        A mismatch is raised on every rank, before what they were about to communicate has reached any.
+        A mismatch is raised on every rank, before what they were about to communicate has reached any, but for one that is late.
         """
         self.check_usable()
         self._changed = self._communicated = False
@@ -51,7 +51,8 @@ class AllOrNothing:
         try:
             yield
         except BaseException as error:
-            if self._changed or self._communicated and not isinstance(error, RankMismatchError):
+            late = isinstance(error, (RankMismatchError, RankFailureError)) and error.late
+            if self._changed or late or self._communicated and not isinstance(error, RankMismatchError):
                 self.broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             elif self._undo is not None:
                 self._undo()

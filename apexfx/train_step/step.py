@@ -402,7 +402,9 @@ class TrainStep:
             RankMismatchError: with `full`, other ranks do something else.
             ReplicaMismatchError: as a call.
         """
-        self._state.all_or_nothing.check_usable()
+        with self._state.all_or_nothing():
+            if self._components.agreement is not None:
+                self._components.agreement.finish()
         if self._replicas is not None:
             self._replicas.finish()
         if num_calls := self._state.num_accumulated_calls():

@@ -102,3 +102,32 @@ def test_without_real_peers_nothing_is_said(backend, world_size):
         assert told_by(step) == told_by(transformed) == [[], []]
     finally:
         dist.destroy_process_group()
+
+
+@on_ranks(2)
+def test_a_flush_that_meets_a_call_is_named(rank, world_size):
+    made, batch = step(ddp=True, accumulate=2), (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
+    made(*batch)
+    with pytest.raises(apexfx.RankMismatchError, match=r"rank 0 is at the calls that flush\(\) applies, rank 1 at the coll"):
+        made(*batch) if rank else made.flush()
+    made.flush()
+
+
+@on_ranks(2)
+def test_behind_a_comparison_that_is_read_late_a_checkpoint_is_loaded(rank, world_size):
+    made, batch = step(ddp=True), (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
+    made(*batch)
+    made._components.agreement.reads_late = True  # as on NCCL alone
+    made(*batch)
+    state = copy.deepcopy(made.state_dict())
+    for reads in (lambda: made(*batch), made.state_dict):
+        made.optimizer.param_groups[0]["lr"] = 0.1 + rank
+        made(*batch)
+        with pytest.raises(apexfx.RankMismatchError, match="the step before, .*: go back to a checkpoint") as raised:
+            reads()
+        assert raised.value.late
+        for use in (lambda: made(*batch), made.state_dict):
+            with pytest.raises(RuntimeError, match="an earlier step failed"):
+                use()
+        made.load_state_dict(state)
+        made(*batch)
