@@ -11,6 +11,7 @@ from ..report.records import GraphReport
 LENGTHS = ("the length of sequences that the model loops over (pad to a few lengths; torch.nn.LSTM, GRU and RNN are one op for "
            "all)")
 
+_APPENDED = "return what the program appends there (return loss, kl); keep other lengths fixed"
 _OTHER_VALUE = re.compile(r"(.+) (?:'.*'|-?\d[\w.+-]*), was ")  # of a number or a text
 # Of a training step, whose plan is a long text.
 _OTHER_PLAN = ("the update is another: it is known which parameters have a gradient (freeze those that the loss never uses, by "
@@ -23,6 +24,8 @@ def told(reason: str) -> str:
         spares = "pad to a few lengths" if int(dim[1]) else "DataLoader(drop_last=True) leaves a smaller last batch out"
         reason += (f"; {spares}, and torch._dynamo.mark_dynamic(x, {dim[1]}) of each tensor of that size, labels too, before "
                    "the first call has one graph for all sizes")
+    if reason.startswith("len("):
+        reason += f"; {_APPENDED}"
     return f"compiles again: {reason}"
 
 
@@ -31,8 +34,7 @@ def of_each_value(graphs: Sequence[GraphReport]) -> str:
     last = _OTHER_VALUE.match(graphs[-1].recompiled) if graphs else None
     if last is None or sum(graph.recompiled.startswith(f"{last[1]} ") for graph in graphs) < 2:
         return ""
-    advice = ("return what the program appends there (return loss, kl); keep other lengths fixed"
-              if last[1].startswith("len(") else "give it as a tensor, hold it in a buffer, or keep it fixed")
+    advice = _APPENDED if last[1].startswith("len(") else "give it as a tensor, hold it in a buffer, or keep it fixed"
     return f"a graph is compiled for each value of {last[1]}: {advice} (docs/recompiles.md)"
 
 

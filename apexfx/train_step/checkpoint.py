@@ -90,7 +90,8 @@ def _checked(components: Components, state: Any) -> dict[str, Any]:
         keys = sorted(map(repr, given))
         kind = first_names(keys) or empty if isinstance(state, dict) else type(state).__name__
         held = [name for name, each in given.items() if isinstance(each, dict) and each.keys() >= _ALWAYS]
-        of_loop = "Load what a loop has saved into the model and the optimizer themselves, which the step shares"
+        of_loop = "Load what a loop has saved into the model and the optimizer themselves, which the step shares" + (
+            '; or give it {"scaler": {}, **saved, "num_ranks": 1}' if given.keys() >= {"model", "optimizer"} else "")
         of_wrapper = _of_wrapper(given, components.model)
         cure = f"Give it what is in {held[0]!r}" if held else f"{of_loop}; {of_wrapper}" if of_wrapper else of_loop
         missing = ", ".join(map(repr, sorted(_ALWAYS - given.keys())))

@@ -37,10 +37,10 @@ def check_leaves(names: Sequence[str]) -> None:
     if names:
         shown = f"{', '.join(names[:5])}{', ...' if names[5:] else ''}"
         raise ValueError(f"apexfx: the loss depends on {shown}, which require a gradient and are in no optimizer of the step. "
-                         "Those of a layer that took the place of another one: make the optimizer, and the step, anew of "
-                         "model.parameters(). Those of another module: give its optimizer and it, too: optimizer=[one, other], "
-                         "modules=[module]. Or freeze them by requires_grad_(False), or compute what they are in under "
-                         "torch.no_grad(), as a reference model")
+                         "Freeze them by requires_grad_(False), as the base under adapters, or compute what they are in under "
+                         "torch.no_grad(), as a reference model. Those of a layer that took the place of another one: make the "
+                         "optimizer, and the step, anew of model.parameters(). Those of another module: give its optimizer and "
+                         "it, too: optimizer=[one, other], modules=[module]")
 
 
 def check_leaf(name: str, tensor: Tensor) -> None:

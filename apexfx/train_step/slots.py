@@ -206,8 +206,8 @@ def section(state: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any] 
             return None
         held = held[key]
         if not isinstance(held, Mapping):
-            raise ValueError(f"apexfx: the state was given with {_said(keys[:place])} as {short(held)}, expected a dict; load "
-                             "what state_dict() has returned")
+            raise ValueError(f"apexfx: the state was given with {_said(keys[:place])} as {short(held)}, expected a dict, "
+                             "as all is that a step keeps; load what state_dict() has returned, without an epoch and the like")
     return held
 
 

@@ -446,6 +446,11 @@ def test_what_is_no_state_of_this_step_is_refused():
         step.load_state_dict({"step": state, "schedule": {}})
     with pytest.raises(ValueError, match=r"Given was {}, which is what state_dict\(full=True\) returns on all ranks but"):
         step.load_state_dict({})
+    of_loop = {"model": state["model"], "optimizer": state["optimizer"], "epoch": 3}
+    with pytest.raises(ValueError, match=r'shares; or give it {"scaler": {}, \*\*saved, "num_ranks": 1}\. Given was'):
+        step.load_state_dict(of_loop)
+    with pytest.raises(ValueError, match="with epoch as 3, .* without an epoch and the like"):
+        step.load_state_dict({"scaler": {}, **of_loop, "num_ranks": 1})
     of_model = step.model.state_dict()
     for prefix, cure in (("", "Load what a loop has saved"), ("module.", "Load .*; the names in state are .* under DDP")):
         with pytest.raises(ValueError, match=rf"returns\. {cure} .* Given was '{prefix}0.weight', .* and 5 more; 'model', "):
