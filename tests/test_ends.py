@@ -91,7 +91,8 @@ class Step:
             self.step(data(0)[0] * math.inf, data(0)[1])
 
     def load_of_other_options(self):
-        ema = {} if "fallback" in self.options else {"ema": apexfx.EMA(0.1)}
+        updates_outside = any("updates outside" in note for note in self.step.report.notes)
+        ema = {} if "fallback" in self.options or updates_outside else {"ema": apexfx.EMA(0.1)}
         own, other = self.state(), Step(self.make, self.mean, **{**self.options, "loss_scale": 4.0, **ema})
         other.good(0)
         self.step.load_state_dict(other.state())
@@ -171,7 +172,7 @@ STEPS = {name: functools.partial(Step, options.pop("make", adamw), **options) fo
     "EMA": {"ema": apexfx.EMA(0.5)}, "accumulate": {"accumulate": 2}, "Mean": {"mean": True, "safeguard": guard()},
     "accumulate all": {"accumulate": 2, "mean": True, "loss_scale": "dynamic", "safeguard": guard(),
                        "ema": apexfx.EMA(0.5)},
-    "own": {"make": functools.partial(RMSprop, lr=0.01), "loss_scale": "dynamic", "ema": apexfx.EMA(0.5)},
+    "own": {"make": functools.partial(RMSprop, lr=0.01), "loss_scale": "dynamic"},
     "O1": {"opt_level": "O1", "loss_scale": "dynamic"}, "float16": {"opt_level": "O2", "dtype": "float16"},
     "FusedLAMB": {"make": fused(FusedLAMB), "safeguard": guard()},
     "FusedSGD": {"make": fused(FusedSGD, momentum=0.9, dampening=0.1), "loss_scale": "dynamic"},
