@@ -1,5 +1,6 @@
 # make demo | make test | make test-long: every set-up step is done on first use.
 # Tests start many processes, so they keep bytecode, whatever the environment says.
+# make planted-faults: takes lines that guarantee something out of a copy, one by one; a test has to die of each.
 # make lint: ruff, and the contract of who imports whom (both in pyproject.toml).
 # make lib: rebuild the compiled ops only.
 # make docs: the site, in build/site, in an environment of its own; a warning is an error.
@@ -28,6 +29,9 @@ test-long: $(VENV)/.tests
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long or not long" tests
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/world tests/train_step \
 		--outline-everything
+
+planted-faults: $(VENV)/.tests
+	$(BIN)/python -m tests.planted_faults
 
 lint: | $(BIN)/python
 	$(BIN)/python -m pip install -q "pip>=25.1"

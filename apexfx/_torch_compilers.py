@@ -717,16 +717,16 @@ def _in_our_graphs(theirs: _Method, ours: Callable[..., Any]) -> _Method:
     return method
 
 
-# Methods of Dynamo's, what stands in for each while a graph of ours is captured, in which torch it is needed, and who met that.
+# Methods of Dynamo's, what stands in for each while a graph of ours is captured, and who met it; torch 2.13 and 2.14 need all.
 # They stay patched from the import on: `backend="apex"` gets what Dynamo has traced before, so that no context can be around it.
 DYNAMO_PATCHES = (
-    (BuiltinVariable, "_handle_insert_op_in_graph", _read_by_numbers, "2.13", "diffusion by one time step, a bank of features"),
-    (TensorVariable, "method___setitem__", _write_by_numbers, "2.13", "the same"),
-    (InvokeSubgraphHigherOrderVariable, "_call_function", _inline_region, "2.13, 2.14", "pytorch#178777"),
-    (TorchInGraphFunctionVariable, "call_function", _trace_gradients, "2.13, 2.14", "MAML, and the mask tokens of BERT and MAE"),
-    (UserFunctionVariable, "bind_args", _bind_containers, "2.13, 2.14", "pytorch#197896"),
+    (BuiltinVariable, "_handle_insert_op_in_graph", _read_by_numbers, "diffusion by one time step, a bank of features"),
+    (TensorVariable, "method___setitem__", _write_by_numbers, "the same"),
+    (InvokeSubgraphHigherOrderVariable, "_call_function", _inline_region, "pytorch#178777"),
+    (TorchInGraphFunctionVariable, "call_function", _trace_gradients, "MAML, and the mask tokens of BERT and MAE"),
+    (UserFunctionVariable, "bind_args", _bind_containers, "pytorch#197896"),
 )
-for patched, name, ours, *_ in DYNAMO_PATCHES:
+for patched, name, ours, _ in DYNAMO_PATCHES:
     setattr(patched, name, _in_our_graphs(getattr(patched, name), ours))
 BuiltinVariable.call_function_handler_cache.clear()  # it holds what was there before
 for function in in_graphs:

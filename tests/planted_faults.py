@@ -51,6 +51,7 @@ class Fault:
         return text.replace(self.line, self.instead)
 
 
+_APART = ("tests/distributed/test_ranks_apart.py",)
 _EARLY = ("tests/passes/test_update_early.py", "tests/train_step/test_styles.py")
 _SCHEDULE = ("tests/passes/test_schedule_comm.py",)
 _RECOMPUTE = ("tests/passes/test_recompute.py",)
@@ -354,6 +355,10 @@ FAULTS = (
           "full_matrices=not options.parts", "full_matrices=True", _MUON),
     Fault("code that is not near the ops is looked at in float64", "observe/code_errors.py",
           "each.least * whole / 2 for", "1e9 for", ("tests/observe/test_code_errors.py",)),
+    Fault("no step follows a mismatch that was read late", "train_step/all_or_nothing.py",
+          "if self._changed or late or self._communicated", "if self._changed or self._communicated", _APART),
+    Fault("what was compared last is read before a step is saved", "train_step/step.py",
+          "                self._components.agreement.finish()", "                pass", _APART),
 )
 
 

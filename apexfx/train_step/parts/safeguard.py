@@ -1,4 +1,4 @@
-"""A safeguard: which steps change nothing, and what a user is told of them."""
+"""A safeguard: which norms are spikes, and what a user is told of steps that were skipped; `norm.py` says which are."""
 
 from __future__ import annotations
 
