@@ -91,4 +91,4 @@ $(VENV)/.tests: $(VENV)/.built
 clean:
 	rm -rf .venv .venv-* build dist out *.egg-info apexfx/*.so
 
-.PHONY: all demo test test-long lint lib wheel docs bench check-cuda gpu-check clean
+.PHONY: all demo test test-long planted-faults lint lib wheel docs bench check-cuda gpu-check clean

@@ -14,11 +14,11 @@ from ..config import HALVES
 from ..graph.shared_memory import overlapping
 from ..optimizers.update_rules import Option
 from ..report.data import Report
-from .by_element import OF_ROWS
 from .hyperparameters import check_no_text
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
+from .over_rows import OF_ROWS
 
 
 def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList) -> list[Tensor]:

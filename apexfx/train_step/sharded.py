@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .. import _torch_fsdp as fsdp
 from .._torch import local_rows, registries, under_fully_shard
 from ..passes.gather_shards import ShardGroup
-from .by_element import check_by_element
 from .optimizer_list import OptimizerList
 from .options import StepOptions
+from .over_rows import check_over_rows
 
 
 class _Accumulated:
@@ -142,13 +142,9 @@ class ShardedModel:
             raise ValueError("apexfx: ddp=True was given, and a step of a model under fully_shard() averages gradients anyway; "
                              "leave ddp out")
         safeguard = options.safeguard
-        given = {"shard": options.shard, "fallback": options.fallback, "process_group": config.process_group,
-                 "inner='cudagraphs'": config.inner == "cudagraphs", "verify": config.verify == "each",
-                 "replica_check_interval": safeguard is not None and safeguard.replica_check_interval is not None,
-                 "record_dir": safeguard is not None and safeguard.record_dir is not None}
-        if unsupported := [name for name, value in given.items() if value]:
-            raise ValueError(f"apexfx: {unsupported[0]}{'' if '=' in unsupported[0] else '='} was given, which a step of a model "
-                             "under fully_shard() does not have yet; leave it out")
+        check_over_rows(options, optimizers, "a step of a model under fully_shard()", {
+            "shard=": options.shard, "process_group=": config.process_group,
+            "replica_check_interval=": safeguard is not None and safeguard.replica_check_interval is not None})
         if config.level.half_parameters:
             raise ValueError(f"apexfx: opt_level={config.opt_level!r} was given, which makes the parameters half, and those of a "
                              "model under fully_shard() stay as they are; give opt_level='O2'")
@@ -156,7 +152,6 @@ class ShardedModel:
             given = f"opt_level={config.opt_level!r}" if config.level.casts else "precision="
             raise ValueError(f"apexfx: {given} was given, and fully_shard() a MixedPrecisionPolicy that says in which dtypes to "
                              "compute, too; give opt_level='O0' and no precision=, or a policy of reduce_dtype alone")
-        check_by_element(optimizers, options.parts)
 
     def reshard(self) -> None:
         """Drop whole parameters that are in the model, see `PlainModules.reshard`."""

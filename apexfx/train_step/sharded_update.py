@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from .._torch import is_dtensor
 from ..ops.own_rows import has_rows, span
 from ..optimizers.state_layout import Layout, Ranks, check_own
-from .by_element import check_by_element
 from .optimizer_list import OptimizerList
 from .options import StepOptions
+from .over_rows import check_over_rows
 
 own_rows = torch.ops.apexfx.own_rows.default
 
@@ -87,14 +87,7 @@ def check_shard(options: StepOptions, optimizers: OptimizerList, trained: Sequen
     if not options.config.ddp:
         raise ValueError(f"apexfx: shard={options.shard!r} was given without ddp=True, and there are no ranks to share an "
                          "update; give ddp=True, too")
-    safeguard = options.safeguard
-    given = {"fallback=": options.fallback, "verify='each'": options.config.verify == "each",
-             "record_dir=": safeguard is not None and safeguard.record_dir is not None,
-             "O3": options.config.level.half_parameters, "inner='cudagraphs'": options.config.inner == "cudagraphs"}
-    if unsupported := [name for name, value in given.items() if value]:
-        raise ValueError(f"apexfx: {unsupported[0]} was given, which a step with shard={options.shard!r} does not have yet; "
-                         "leave one of them out")
+    check_over_rows(options, optimizers, f"a step with shard={options.shard!r}", {"O3": options.config.level.half_parameters})
     if any(p.is_complex() for p in trained):
         raise ValueError(f"apexfx: a parameter is complex, and a step with shard={options.shard!r} sums and gathers rows of real "
                          "ones; hold two real parameters, and make one of them in the forward (torch.complex)")
-    check_by_element(optimizers, options.parts)

@@ -1,8 +1,8 @@
-"""Which optimizers, and which parts of a user's own, a step may have of which each rank has rows of the parameters."""
+"""What a step over rows of the parameters does not have: options, and optimizers and parts that make an element of others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -10,7 +10,7 @@ from ..optimizers.fused_adagrad import FusedAdagrad
 from ..optimizers.fused_adam import FusedAdam
 from ..optimizers.fused_sgd import FusedSGD
 from .optimizer_list import OptimizerList
-from .parts.part import Part
+from .options import StepOptions
 
 # All but Muon, which makes matrices whole, update each element by itself.
 _OPTIMIZERS = (*(getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adamax",
@@ -18,13 +18,23 @@ _OPTIMIZERS = (*(getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW",
 OF_ROWS = "a step of which each rank updates its rows of the parameters (under fully_shard(), or by shard=)"
 
 
-def check_by_element(optimizers: OptimizerList, parts: Sequence[Part]) -> None:
-    """Refuse optimizers, and parts of a user's own, that make an element of others: each rank has rows.
+def check_over_rows(options: StepOptions, optimizers: OptimizerList, step: str, also: Mapping[str, object]) -> None:
+    """Refuse what a step does not have yet of which each rank has rows.
+
+    Args:
+        step: names it in errors.
+        also: what else it does not have, by name, and whether that was given.
 
     Raises:
-        ValueError: there is one.
+        ValueError: it names what was given.
     """
-    if others := [part for part in parts if not part.by_element]:
+    config, safeguard = options.config, options.safeguard
+    given = {"fallback=": options.fallback, "verify='each'": config.verify == "each",
+             "inner='cudagraphs'": config.inner == "cudagraphs",
+             "record_dir=": safeguard is not None and safeguard.record_dir is not None, **also}
+    if unsupported := [name for name, value in given.items() if value]:
+        raise ValueError(f"apexfx: {unsupported[0]} was given, which {step} does not have yet; leave it out")
+    if others := [part for part in options.parts if not part.by_element]:
         raise ValueError(f"apexfx: the part {others[0]} was given, and in {OF_ROWS} a part has those rows; give its class "
                          "by_element = True if what it makes of an element follows from that element, end.norm and end.norms "
                          "alone")
