@@ -134,7 +134,10 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
         config = replace(config, inner="eager", inner_options={})
     placeholders, reduces = context.placeholders, context.reduce_gradients
     pipeline = Pipeline(passes.schedule(config, context), verify=config.verify, strict=config.fullgraph)
-    forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))
+    uuid = cache.uuid(config.describe(), pipeline.passes, {
+        "groups": groups.describe(), "reduce": reduces, "left_out": context.left_out,
+        "inputs": [[p.name, p.kind] for p in placeholders]})
+    forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))  # behind the key: passes note what they do
     record = GraphReport(len(report.graphs), trains, forward, local=not reduces,
                          parameters=tuple(p.name for p in placeholders if p.kind == "param"), mode=mode,
                          inputs=tuple(f"{p.name} {_shape(p)}" for p in placeholders if p.kind == "input"),
@@ -144,9 +147,6 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
         PROGRESS.enter(told(record.recompiled))
         if again := of_each_value([*report.graphs, record]):
             report.warn(f"apexfx: {again}")
-    uuid = cache.uuid(config.describe(), pipeline.passes, {
-        "groups": groups.describe(), "reduce": reduces, "left_out": context.left_out,
-        "inputs": [[p.name, p.kind] for p in placeholders]})
     key = cache.graph_key(uuid, gm) if uuid is not None and config.inner != "eager" else None
     if key is not None:
         record.load_second = functools.partial(cache.load_stage, key)

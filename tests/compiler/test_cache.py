@@ -98,10 +98,13 @@ class Further(Mine):
 def test_the_passes_of_a_step_bypass_no_cache(inner, monkeypatch):
     keys, uuid = [], cache.uuid
     monkeypatch.setattr(cache, "uuid", lambda *args: keys.append(uuid(*args)) or keys[-1])  # None: nothing of this is cached
-    model = nn.Linear(2, 2)
-    step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), inner=inner, max_grad_norm=1.0)
-    step.capture(torch.ones(1, 2), torch.ones(1, 2))
-    assert keys and None not in keys
+    for _ in range(2):
+        model = nn.Linear(2, 2)
+        step = apexfx.train_step(model, objective=lambda model, x, y: F.mse_loss(model(x) + model(x), y), inner=inner,
+                                 optimizer=torch.optim.AdamW(model.parameters()), opt_level="O1", max_grad_norm=1.0)
+        step.capture(torch.ones(1, 2), torch.ones(1, 2))
+        assert step.report.matches("cancel_casts")
+    assert keys[0] is not None and keys == keys[:1] * len(keys)
 
 
 def test_a_pass_that_forgets_options_counts_with_its_attributes():
