@@ -14,7 +14,7 @@ from ..._torch import tree_leaves
 from ..state_layout import WHOLE, Layout
 from ..update import Labels, kind_of, one_vector, unlike_state
 from .initial_state import initial_state
-from .step_trace import Place, SharedDiffer, StepTrace, numbers_of, read_number, trace_key
+from .optimizer_trace import OptimizerTrace, Place, SharedDiffer, places_of_numbers, read_number, trace_key
 
 
 @dataclass
@@ -29,7 +29,7 @@ class TracedUpdate:
         vectors: (vector, parameters) of numbers that parameters have in common.
     """
 
-    trace: StepTrace
+    trace: OptimizerTrace
     params: list[Tensor]
     optimizer: torch.optim.Optimizer
     held: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
@@ -66,7 +66,7 @@ def traced_update(optimizer: torch.optim.Optimizer, trained: Collection[int], la
     params = [p for group in optimizer.param_groups for p in group["params"] if id(p) in trained]
     _check_dtypes(optimizer, params)
     states = initial_state(optimizer, params, half, layout)
-    names = numbers_of(optimizer, changed)
+    names = places_of_numbers(optimizer, changed)
     known = _KNOWN.setdefault(optimizer, {})
     alike = _alike(params, states, labels)
     key = repr((names, half, layout.key, [*alike.values()], trace_key(optimizer, params, states, names)))
@@ -109,7 +109,7 @@ def _alike(params: Sequence[Tensor], states: Sequence[dict[str, Any]], labels: L
 
 def _traced(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states: Sequence[dict[str, Any]],
             names: Mapping[str, Place], alike: dict[tuple[Any, ...], list[int]], half: torch.dtype | None, layout: Layout,
-            ) -> tuple[StepTrace, list[tuple[str, list[int]]]]:
+            ) -> tuple[OptimizerTrace, list[tuple[str, list[int]]]]:
     """Trace a step; return also (name, places of parameters) of the numbers that parameters have in common.
 
     Such numbers are equal before the step and after it. Where it makes them differ, the parameters of each group are tried apart.
@@ -119,7 +119,7 @@ def _traced(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], states: 
         shared = {(place, _leaf_place(states[place], name)): index
                   for index, ((name, *_), places) in enumerate(alike.items()) for place in places}
         try:
-            trace = StepTrace(optimizer, params, states, names, shared, half, layout)
+            trace = OptimizerTrace(optimizer, params, states, names, shared, half, layout)
             return trace, [(name, places) for (name, *_), places in alike.items()]
         except SharedDiffer as error:
             key = [*alike][error.index]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...graph.printing import count_text
 from ...optimizers.end_of_step import EndOfStep
-from ...optimizers.traced.step_trace import StepTrace
+from ...optimizers.traced.optimizer_trace import OptimizerTrace
 from ...optimizers.traced.symbolic_numbers import NotTraceable
 from ...optimizers.update import call_op, counts_updates, unlike_state
 from .part import Part
@@ -100,7 +100,7 @@ class ApplyStep(Part):
     held: tuple[tuple[str, int], ...]
     vectors: tuple[tuple[str, tuple[int, ...]], ...]
     numbers: tuple[str, ...]
-    trace: StepTrace = field(compare=False, repr=False)
+    trace: OptimizerTrace = field(compare=False, repr=False)
     updates: ClassVar[bool] = True
     is_traced: ClassVar[bool] = True
 

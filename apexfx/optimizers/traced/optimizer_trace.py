@@ -49,7 +49,7 @@ def read_number(groups: Sequence[dict[str, Any]], place: Place) -> Any:
     return groups[group][option] if which is None else groups[group][option][which]
 
 
-def numbers_of(optimizer: torch.optim.Optimizer, changed: Mapping[int, Collection[str]]) -> dict[str, Place]:
+def places_of_numbers(optimizer: torch.optim.Optimizer, changed: Mapping[int, Collection[str]]) -> dict[str, Place]:
     """Return name -> place of the numbers that the graph takes: learning rates ("lr"), and others that a schedule changes
     ("beta1.1" for the second group).
     """
@@ -88,10 +88,10 @@ def _layout_and_number(tensor: Tensor) -> Any:
 
 # A graph, the places of the parameters and state that it writes, and the parameters for which it writes each shared tensor.
 _Traced = tuple[fx.GraphModule, list[int], list[list[int]]]
-_TRACES: weakref.WeakValueDictionary[str, StepTrace] = weakref.WeakValueDictionary()  # by digest
+_TRACES: weakref.WeakValueDictionary[str, OptimizerTrace] = weakref.WeakValueDictionary()  # by digest
 
 
-class StepTrace:
+class OptimizerTrace:
     """The `step()` of an optimizer as graphs, one for each set of parameters that have a gradient.
 
     A graph takes the parameters, the gradients that there are, the tensors of the state, and the numbers, and returns what
@@ -101,7 +101,7 @@ class StepTrace:
         optimizer: the user's; nothing of it is changed.
         params: those that are trained.
         state: the state of each, as the optimizer has it or will.
-        numbers: as of `numbers_of`.
+        numbers: as of `places_of_numbers`.
         shared: (place of a parameter, place of a leaf of its state) -> index of a 0-d tensor that several parameters share.
         half: what float32 parameters are about to be cast to.
         layout: what this rank has of each parameter.
