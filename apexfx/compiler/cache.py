@@ -89,11 +89,9 @@ def uuid(config: dict[str, Any], passes: Sequence[Pass], facts: dict[str, Any]) 
 
     Args:
         config: `TransformConfig.describe()`.
-        passes: all that are to run, user passes included; they forget what they noted of an earlier graph.
+        passes: all that are to run, user passes included, as they are before any has.
         facts: what else the result depends on: world size, group, sync flag, the names of the inputs.
     """
-    for each in passes:
-        each.begin()
     digests = [pass_digest(p) for p in passes]
     if None in digests:
         return None

@@ -134,10 +134,12 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
         config = replace(config, inner="eager", inner_options={})
     placeholders, reduces = context.placeholders, context.reduce_gradients
     pipeline = Pipeline(passes.schedule(config, context), verify=config.verify, strict=config.fullgraph)
+    for each in pipeline.passes:  # what they note of a graph is in no key
+        each.begin()
     uuid = cache.uuid(config.describe(), pipeline.passes, {
         "groups": groups.describe(), "reduce": reduces, "left_out": context.left_out,
         "inputs": [[p.name, p.kind] for p in placeholders]})
-    forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))  # behind the key: passes note what they do
+    forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))
     record = GraphReport(len(report.graphs), trains, forward, local=not reduces,
                          parameters=tuple(p.name for p in placeholders if p.kind == "param"), mode=mode,
                          inputs=tuple(f"{p.name} {_shape(p)}" for p in placeholders if p.kind == "input"),

@@ -13,6 +13,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
+from apexfx.compiler.recompiles import told
 from tests.small_models import take_step
 from tests.tables import table
 from tests.train_step.changing_models import WIDTH, heads, samples
@@ -263,6 +264,7 @@ def test_a_list_that_the_objective_appends_to_is_warned_of():
     for _ in range(5):
         step(torch.ones(2, 3))
     assert len(kls) == 5
+    assert "return what the program appends there" in told(step.report.graphs[2].recompiled)  # graph 1: it is empty no more
     assert re.search(r"value of len\(.*kls\): return what the program appends there", step.report.notes[0])
 
 
