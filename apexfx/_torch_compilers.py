@@ -56,6 +56,7 @@ from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preser
 from torch._functorch.partitioners import default_partition
 from torch._inductor import async_compile as inductor_async_compile
 from torch._inductor import config as inductor_config
+from torch._inductor import cpu_vec_isa
 from torch._inductor import ir as inductor_ir
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
@@ -63,7 +64,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.codegen.cpp_utils import LocalBufferContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+from torch._inductor.cpu_vec_isa import VecISA, valid_vec_isa_list
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
 from torch._inductor.decomposition import select_decomp_table as inductor_decompositions
@@ -552,34 +553,42 @@ class GeneratedCode(NamedTuple):
     lowered_from: Mapping[str, Sequence[str]]
 
 
-_looking: list[threading.Thread] = []
+_FINDING_VECTORS = threading.Lock()
 
 
 @contextlib.contextmanager
-def looking_for_vectors() -> Iterator[None]:
-    """Find out in a thread, in this context, which vectors Inductor's code may have here: it compiles and loads a file of each,
-    which takes seconds, once in a process.
-    """
-    def look() -> None:
-        with contextlib.suppress(Exception):  # which Inductor then meets itself
-            valid_vec_isa_list()
+def finding_vectors() -> Iterator[None]:
+    """Find out in a thread, in this context, which vectors Inductor's code may have here; what asks for them waits.
 
-    if valid_vec_isa_list.cache_info().currsize:
+    It takes seconds, once in a process: torch compiles and loads small files by the flags of each set of instructions, the
+    widest first. What does so by the flags of one does so by those of the next, so that no file is compiled twice.
+    """
+    if valid_vec_isa_list.cache_info().currsize or not _FINDING_VECTORS.acquire(blocking=False):
         yield
         return
-    _looking.append(thread := threading.Thread(target=look, daemon=True))
-    thread.start()
+    build, built = VecISA.check_build, set[str]()
+
+    def check_build(isa: VecISA, code: str) -> bool:
+        if code not in built and build(isa, code):
+            built.add(code)
+        return code in built
+
+    def find() -> None:
+        with contextlib.suppress(Exception), mock.patch.object(VecISA, "check_build", check_build):  # who asks meets it, too
+            valid_vec_isa_list()
+
+    def wait() -> list[VecISA]:
+        thread.join()
+        return valid_vec_isa_list()
+
+    thread = threading.Thread(target=find, daemon=True)
     try:
-        yield
+        with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", wait):
+            thread.start()
+            yield
     finally:
         thread.join()
-        _looking.remove(thread)
-
-
-def wait_for_vectors() -> None:
-    """Wait for what `looking_for_vectors` finds: Inductor would look for itself."""
-    for thread in list(_looking):
-        thread.join()
+        _FINDING_VECTORS.release()
 
 
 def generated_code() -> list[GeneratedCode]:

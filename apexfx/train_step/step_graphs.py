@@ -23,7 +23,7 @@ from .._torch import CAPTURE_LOCK, set_grad_enabled, tree_leaves, versions
 from .._torch_compilers import (
     dynamo_config,
     explained_aliases,
-    looking_for_vectors,
+    finding_vectors,
     mark_static,
     mark_static_address,
     run_cached_graphs,
@@ -229,7 +229,7 @@ class StepGraphs:
         makes_vectors = self._components.options.config.inner == "inductor" and self._components.device.type == "cpu"
         with CAPTURE_LOCK, PROGRESS.compiling("Dynamo captures the step"), contextlib.suppress(NotRun), \
                 dynamo_config.patch(_dynamo_settings()), explained_aliases(), torch.no_grad(), \
-                looking_for_vectors() if makes_vectors else contextlib.nullcontext(), capture_errors(self._components.report):
+                finding_vectors() if makes_vectors else contextlib.nullcontext(), capture_errors(self._components.report):
             yield
 
     def _fix_addresses(self) -> None:

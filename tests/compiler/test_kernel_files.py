@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor import config as inductor_config
+from torch._inductor import cpu_vec_isa
+from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.utils import clear_caches, fresh_cache
 
 import apexfx
@@ -74,22 +76,30 @@ def test_kernels_keep_to_themselves():
         assert y == 21
 
 
-def test_vectors_are_looked_for_while_a_model_is_captured(monkeypatch):
-    began, goes_on, found = threading.Event(), threading.Event(), []
+def test_vectors_are_found_while_a_model_is_captured(monkeypatch):
+    began, goes_on, built = threading.Event(), threading.Event(), []
 
     @functools.cache
     def look():
         began.set()
         goes_on.wait(10)
-        found.append(True)
+        return [name for name, code in (("wide", "exp"), ("wide", "dot"), ("narrow", "exp"), ("other", "fails"), ("old", "fails"))
+                if VecISA.check_build(name, code)]
+
+    def build(name, code):
+        built.append((name, code))
+        return code != "fails"
 
     monkeypatch.setattr(_torch_compilers, "valid_vec_isa_list", look)
-    with pytest.raises(ZeroDivisionError), _torch_compilers.looking_for_vectors():
-        assert began.wait(10) and not found
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", look)
+    monkeypatch.setattr(VecISA, "check_build", build)
+    with pytest.raises(ZeroDivisionError), _torch_compilers.finding_vectors():
+        assert began.wait(10) and not built
         goes_on.set()
-        _torch_compilers.wait_for_vectors()
-        assert found
+        with _torch_compilers.finding_vectors():  # as of the code of a step, which is captured
+            assert cpu_vec_isa.valid_vec_isa_list() == ["wide", "wide", "narrow"]
         raise ZeroDivisionError
-    with _torch_compilers.looking_for_vectors():
+    assert built == [("wide", "exp"), ("wide", "dot"), ("other", "fails"), ("old", "fails")]
+    with _torch_compilers.finding_vectors():
         pass
-    assert found == [True] and not _torch_compilers._looking
+    assert VecISA.check_build is build and cpu_vec_isa.valid_vec_isa_list is look and look.cache_info().misses == 1
