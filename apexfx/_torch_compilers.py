@@ -561,7 +561,8 @@ def finding_vectors() -> Iterator[None]:
     """Find out in a thread, in this context, which vectors Inductor's code may have here; what asks for them waits.
 
     It takes seconds, once in a process: torch compiles and loads small files by the flags of each set of instructions, the
-    widest first. What does so by the flags of one does so by those of the next, so that no file is compiled twice.
+    widest first. What does so by the flags of one does so by those of the next, so that no file is compiled twice. Then the
+    thread compiles the header of the code, which torch keeps for all processes, or looks whether that is as it was.
     """
     if valid_vec_isa_list.cache_info().currsize or not _FINDING_VECTORS.acquire(blocking=False):
         yield
@@ -576,18 +577,21 @@ def finding_vectors() -> Iterator[None]:
     def find() -> None:
         with contextlib.suppress(Exception), mock.patch.object(VecISA, "check_build", check_build):  # who asks meets it, too
             valid_vec_isa_list()
+        found.set()
+        with contextlib.suppress(Exception):
+            CppPythonBindingsCodeCache.load_async("", submit_fn=lambda _: None, needs_vec_isa=True)  # of which nothing is run
 
     def wait() -> list[VecISA]:
-        thread.join()
+        found.wait()
         return valid_vec_isa_list()
 
-    thread = threading.Thread(target=find, daemon=True)
+    found = threading.Event()
     try:
         with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", wait):
-            thread.start()
+            threading.Thread(target=find, daemon=True).start()
             yield
     finally:
-        thread.join()
+        found.wait()
         _FINDING_VECTORS.release()
 
 
