@@ -18,6 +18,7 @@ from ..report.records import GraphReport, StageReport
 from . import cache, capture, torch_faults
 from .pipeline import Pipeline
 from .prover import Prover
+from .run_start import RunStart
 
 
 class LoweredPasses(CustomGraphPass):
@@ -29,17 +30,18 @@ class LoweredPasses(CustomGraphPass):
         placeholders: the inputs of the graph that Dynamo captured.
         uuid: the cache key, or None to bypass the caches.
         key: of the report kept beside the cache entry, or None.
+        start: what tells of a run; None where nobody has to know.
     """
 
     is_train_step: ClassVar[bool] = False  # whether forward and backward are one graph
 
     def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[Placeholder],
-                 uuid: str | None, key: str | None) -> None:
+                 uuid: str | None, key: str | None, start: RunStart | None = None) -> None:
         self._pipeline = pipeline
         self._record = record
         self._placeholders = placeholders
         self._uuid = uuid
-        self.key = key
+        self.key, self.start = key, start or RunStart()
         self.prover: Prover | None = None  # of its code
         self._seen: set[int] = set()
         self._user_pass = inductor_config.post_grad_custom_post_pass
@@ -56,9 +58,6 @@ class LoweredPasses(CustomGraphPass):
             for entry in self._pipeline.for_code("forward", gm):
                 self._record.forward.lowered = entry.code
         torch_faults.copy_one_by_one(gm)
-
-    def begin(self) -> None:
-        """Take note that a run begins, in which code may change something."""
 
     def run(self, gm: fx.GraphModule) -> StageReport:
         """Run the second stage over `gm` and put it in the report."""

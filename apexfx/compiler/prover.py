@@ -37,6 +37,7 @@ from ..report.records import GraphReport
 from . import cache
 from .first_difference import first_difference
 from .inner_compilers import copy_where_no_view_is
+from .run_start import RunStart
 
 _PROBES = 16  # runs on inputs that are a rounding away, for what may turn on one
 _BEFORE = "its code was proved when it was made, and comes from the compile cache"
@@ -57,15 +58,11 @@ class Prover:
         record: of the graph, what came out.
         insists: whether memory that may not do is no reason to leave it out (`verify="code"`).
         in_cpp: whether C++ calls the kernels, and collectives, which nothing answers on one rank there.
-        begin: called in front of the first run of code that was to be proved, when the proof is done.
-
-    Attributes:
-        waiting: whether a first call is still to come.
+        start: what tells of a run.
     """
 
-    def __init__(self, report: Report, record: GraphReport, *, insists: bool, in_cpp: bool, begin: Callable[[], None]) -> None:
-        self._report, self._record, self._insists, self._in_cpp, self._begin = report, record, insists, in_cpp, begin
-        self.waiting = False
+    def __init__(self, report: Report, record: GraphReport, *, insists: bool, in_cpp: bool, start: RunStart) -> None:
+        self._report, self._record, self._insists, self._in_cpp, self._start = report, record, insists, in_cpp, start
 
     def knows(self, compiled: Any, stage: str) -> bool:
         """Return whether a cache has the verdict on some code, and note that."""
@@ -83,7 +80,7 @@ class Prover:
             gm: the graph as all passes have left it; it is changed.
             stage: "step", "forward" or "backward".
         """
-        self.waiting = True
+        self._start.awaits_proof = True
         compiled.current_callable = FirstCall(self, compiled, gm, stage)
 
     def prove(self, call: FirstCall, inputs: list[Any]) -> Callable[..., Any]:
@@ -96,8 +93,7 @@ class Prover:
             outcome = _Proving(call.graph, call.code, call.stage, call.gradients, inputs).run(insists=self._insists)
         self._keep(outcome, call)
         give_back_memory()
-        self._begin()
-        self.waiting = False
+        self._start.behind_proof()
         return _op_by_op(call.graph, outcome.outputs) if outcome.proof.fault else call.recorded
 
     def _keep(self, outcome: _Outcome, call: FirstCall) -> None:

@@ -100,7 +100,7 @@ class RewrittenGraph:
         if self.config.inner != "eager" and self.config.verify != "off":
             in_cpp = bool(self.config.inner_options.get("cpp_wrapper", inductor_config.cpp_wrapper))
             lowered_passes.prover = Prover(report, self.record, insists=self.config.verify == "code", in_cpp=in_cpp,
-                                           begin=lowered_passes.begin)
+                                           start=lowered_passes.start)
         with torch_faults.mended(self.gm), _explained(self.gm):
             put_in = torch_faults.leave_out_written_inputs(self.gm)
             compiled = put_in(INNER[self.config.inner](self.gm, self.example_inputs, lowered_passes, **self.config.inner_options))

@@ -24,6 +24,7 @@ from ..compiler.pipeline import warn_unmatched
 from ..compiler.process_groups import Groups
 from ..compiler.refusals import check_plain
 from ..compiler.rewritten_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
+from ..compiler.run_start import RunStart
 from ..compiler.traced import Traced
 from ..distributed.agreement import TRAINED, Communication, explained
 from ..graph.collectives import issued
@@ -221,16 +222,16 @@ class StepCompiler(StepRewriter):
                 agreement.before_run(communication)
             call.note_communication()
 
-        step_passes = StepPasses(graph, captured.left_out, self.groups.names(), call.note_change, communicate)
+        start = RunStart(communicate, call.note_change)
         if step.backward is not None:
             step.backward.target = _traced_gradients if captured.shards else _numbered_gradients
-        compiled = graph.compile(step_passes, self.report)
+        compiled = graph.compile(StepPasses(graph, captured.left_out, self.groups.names(), start), self.report)
         communication.items = [*collectives, *graph.record.stages[-1].collectives]  # the latter as all passes have left them
         self._check_budget(graph.record)
         warn_unmatched(self.report)
         what = f"the {communication.what}"
         waits = functools.partial(explained, agreement.group, what) if agreement is not None else contextlib.nullcontext
-        return self._guarded(compiled, captured, step_passes, waits)
+        return self._guarded(compiled, captured, start, waits)
 
     def _read(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[_Facts, Sequence[Any]]:
         """Refuse, too, what a graph that runs may neither read nor write."""
@@ -279,7 +280,7 @@ class StepCompiler(StepRewriter):
         warned = any(note.startswith("apexfx: memory_budget=") for note in self.report.notes)
         self.report.note(message) if warned else self.report.warn(message)
 
-    def _guarded(self, compiled: Callable[..., Any], captured: _Facts, step_passes: StepPasses,
+    def _guarded(self, compiled: Callable[..., Any], captured: _Facts, start: RunStart,
                  waits: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[..., Any]:
         """Check the inputs of each run, and have the ranks compare what it communicates; `waits` explains errors of that.
 
@@ -294,8 +295,7 @@ class StepCompiler(StepRewriter):
             if self._captures:
                 raise NotRun
             with waits():
-                if not step_passes.begins_itself:
-                    step_passes.begin()
+                start.of_run()
                 outputs = compiled(*args)
                 self.state.all_or_nothing.note_change()  # Dynamo's code writes now what the function has set
                 self.not_run.discard(compiled)

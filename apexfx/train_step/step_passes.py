@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import fx
 
 from ..compiler.lowered_passes import LoweredPasses
 from ..compiler.rewritten_graph import RewrittenGraph
-from ..graph.collectives import group_name, issued
+from ..compiler.run_start import RunStart
+from ..graph.collectives import issued
 from ..graph.inputs import apply_node
 from ..graph.marks import INSERTED_BY, NAME
-from ..graph.mutation import storages, written
-from ..graph.nodes import refake_copies, value
+from ..graph.nodes import refake_copies
 from ..report.memory import memory_timeline
 from ..report.records import StageReport
 from .accumulation import ACCUMULATED
@@ -26,27 +26,16 @@ class StepPasses(LoweredPasses):
     Args:
         left_out: bytes of the optimizer's state that the graph does not take.
         common: the names of the groups that all ranks are in.
-        on_change, on_communication: called when a run is about to change something, or to communicate, for the first time: of
-            code before the run, as Inductor's kernels change memory and no version; op by op before the node that does.
+        start: what tells of a run.
     """
 
     is_train_step = True
 
     def __init__(self, graph: RewrittenGraph, left_out: int, common: Collection[str],
-                 on_change: Callable[[], None] = lambda: None, on_communication: Callable[[], None] = lambda: None) -> None:
-        super().__init__(graph.pipeline, graph.record, graph.placeholders, graph.uuid, graph.key)
+                 start: RunStart | None = None) -> None:
+        super().__init__(graph.pipeline, graph.record, graph.placeholders, graph.uuid, graph.key, start)
         self._present = [gradient is not None for gradient in end.args[1]] if (end := apply_node(graph.gm)) is not None else []
-        self._on_change, self._on_communication, self._common, self._left_out = on_change, on_communication, common, left_out
-        self._is_op_by_op = False
-
-    @property
-    def begins_itself(self) -> bool:
-        """Whether a run itself calls what is to be called when it begins: op by op, or behind a proof of its code."""
-        return self._is_op_by_op or self.prover is not None and self.prover.waiting
-
-    def begin(self) -> None:
-        self._on_communication()
-        self._on_change()
+        self._common, self._left_out = common, left_out
 
     def _prepare(self, gm: fx.GraphModule) -> None:
         refake_copies(gm)
@@ -62,11 +51,7 @@ class StepPasses(LoweredPasses):
 
     def on_first_graph(self, gm: fx.GraphModule) -> None:
         self.run(gm)
-        self._is_op_by_op = True
-        inputs = storages([value(node) for node in gm.graph.find_nodes(op="placeholder")])
-        nodes = list(gm.graph.nodes)
-        _call_before(filter(group_name, nodes), self._on_communication)
-        _call_before((node for node in nodes if storages([value(source) for source in written(node)]) & inputs), self._on_change)
+        self.start.of_nodes(gm)
 
     def _check_gradients(self, gm: fx.GraphModule) -> None:
         rows = zip(end.args[0], self._present, end.args[1]) if (end := apply_node(gm)) is not None else ()
@@ -82,13 +67,3 @@ def _mark_sums(gm: fx.GraphModule) -> None:
         for add in accumulated.users if str(accumulated.meta.get(NAME)).endswith(ACCUMULATED) else ():
             if add.target is torch.ops.aten.add.Tensor:
                 add.meta[INSERTED_BY] = "train_step"
-
-
-def _call_before(nodes: Iterable[fx.Node], function: Callable[[], None]) -> None:
-    """Have a graph call `function` in front of the first of `nodes`, if there is one."""
-    def note() -> None:  # a name, which the code of a graph needs
-        function()
-
-    if (node := next(iter(nodes), None)) is not None:
-        with node.graph.inserting_before(node):
-            node.graph.call_function(note).meta[INSERTED_BY] = "train_step"
