@@ -70,6 +70,7 @@ def test_the_library_is_loaded_and_every_family_has_a_cpu_kernel():
         assert rows[op].reference and rows[op].cpu, op
 
 
+@pytest.mark.long
 @needs_library
 @pytest.mark.parametrize("change,reason", [
     (lambda library: None, "not built"),
@@ -228,6 +229,7 @@ def test_an_install_without_torch_needs_no_module_of_unix():
     assert status == 0 and "so no op is compiled" in output, output
 
 
+@pytest.mark.long
 def test_the_package_imports_no_module_of_unix():
     of_unix = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
     for path in (ROOT / "apexfx").rglob("*.py"):

@@ -208,7 +208,8 @@ ROUNDS = {"nothing to clip": r"in float64\.\nNothing was clipped", "a loss scale
           "O2 and a safeguard": r"rounding: the step computes in bfloat16 \(O2\), the loop's autocast was off; opt_level='O0'"}
 
 
-@table(2, "name", RIGHT)
+@pytest.mark.long
+@pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.filterwarnings("error:.*optimizer.step")
 def test_the_loop_that_a_step_replaces(name):
     found = check(*RIGHT[name])
@@ -447,6 +448,7 @@ def test_parameters_of_a_loss_are_refused():
         apexfx.check_loop(step, plain, images())
 
 
+@pytest.mark.long
 def test_goes_on_from_the_state_of_a_run():
     """Of an optimizer with moments, after steps: counts and moments are copied, and cast."""
     step = make(adamw, {"max_grad_norm": 0.1})
@@ -458,7 +460,8 @@ CASTS = {"float": lambda x: x.float().log_softmax(-1), "dtype": lambda x: x.log_
          "to": lambda x: x.to(torch.bfloat16).log_softmax(-1)}
 
 
-@table(2, "cast", CASTS)
+@pytest.mark.long
+@pytest.mark.parametrize("cast", CASTS)
 def test_casts_of_the_program_are_no_difference(cast):
     """Adam makes updates of gradients that are rounding alone, and the two divide in another order."""
     def total(model, x, t):

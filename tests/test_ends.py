@@ -22,7 +22,6 @@ from apexfx.fp16_utils import FP16_Optimizer
 from apexfx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.amp.amp_cases import fresh_state
 from tests.own_optimizers import RMSprop
-from tests.tables import table
 
 
 class Net(nn.Module):
@@ -225,7 +224,9 @@ def check(make, ends, between=()):
     assert not wrong
 
 
-@table(2, "name, middle", [*((name, False) for name in STEPS), *((name, True) for name in STEPS if "accumulate" in name)])
+@pytest.mark.long
+@pytest.mark.parametrize("name, middle", [*((name, False) for name in STEPS),
+                                          *((name, True) for name in STEPS if "accumulate" in name)])
 def test_an_end_that_is_no_step_leaves_the_next_steps_as_they_are(name, middle):
     ends = [end for end in ENDS if not middle or end in BETWEEN]
     if not (probe := STEPS[name]()).step._components.may_skip:

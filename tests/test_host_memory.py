@@ -28,6 +28,7 @@ def page_faults():
     return min(after - before for before, after in zip(counts, counts[1:]))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_a_step_takes_no_memory_anew():
     pages = NUM_LAYERS * WIDTH * WIDTH * 4 // resource.getpagesize()

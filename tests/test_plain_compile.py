@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -238,6 +239,7 @@ def use_a_step() -> None:
     apexfx.transform(nn.Linear(4, 4), inner="eager")(batch[0]).sum().backward()
 
 
+@pytest.mark.long
 def test_thirty_programs_have_the_graphs_errors_and_results_that_they_have_without_us():
     processes = [subprocess.Popen([sys.executable, "-m", "tests.test_plain_compile", *used], stdout=subprocess.PIPE, text=True,
                                   cwd=Path(__file__).parents[1]) for used in ([], ["used"])]

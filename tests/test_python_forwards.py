@@ -317,9 +317,10 @@ class Anneals(nn.Linear):
         return super().forward(x) * self.factor
 
 
-@table(2, "way, inside", [*zip(("step", "backend", "transform"), (False, True, True)),
-                          *zip(("step", "backend", "transform"), (True, False, False))],
-       ids=lambda value: value if isinstance(value, str) else ("the loop", "the forward")[value])
+@pytest.mark.long
+@pytest.mark.parametrize("way, inside", [*zip(("step", "backend", "transform"), (False, True, True)),
+                                         *zip(("step", "backend", "transform"), (True, False, False))],
+                         ids=lambda value: value if isinstance(value, str) else ("the loop", "the forward")[value])
 def test_a_float_that_changes_is_that_of_each_call(inside, way):
     def make():
         return nn.Sequential(layers.append(Anneals(inside)) or layers[-1])
@@ -353,7 +354,8 @@ TAKES = {  # what takes a float, and the graphs for three values
 }
 
 
-@pytest.mark.parametrize("name, inner", [*((name, "eager") for name in TAKES), ("clamp", "inductor")])
+@pytest.mark.parametrize("name, inner", [*((name, "eager") for name in TAKES),
+                                          pytest.param("clamp", "inductor", marks=pytest.mark.long)])
 def test_a_float_that_an_op_takes_is_that_of_each_call(name, inner):
     use, num_graphs = TAKES[name]
     model = nn.Linear(4, 4)
@@ -399,6 +401,7 @@ def test_a_step_of_a_schedule_in_the_loop_is_two_graphs(layer):
     assert len(step.report.graphs) == 2
 
 
+@pytest.mark.long
 def test_a_float_that_one_model_keeps_makes_no_constants_of_another_s():
     class Keeps(Anneals):
         def forward(self, x):
@@ -416,6 +419,7 @@ def test_a_float_that_one_model_keeps_makes_no_constants_of_another_s():
         assert len(step.report.graphs) == num_graphs
 
 
+@pytest.mark.long
 def test_what_is_captured_or_recorded_draws_no_number_of_python(tmp_path):
     random.seed(3)
     drawn = [random.uniform(0.5, 1) for _ in range(3)]
@@ -434,6 +438,7 @@ def test_what_is_captured_or_recorded_draws_no_number_of_python(tmp_path):
         assert any(math.isclose(scalar, value, rel_tol=1e-6) for scalar in scalars)
 
 
+@pytest.mark.long
 def test_a_step_returns_a_float_that_changes_and_what_follows_from_it():
     model = Anneals(False)
     step = updates("step", model, lambda m, x: (squares(m(x), x), {"factor": m.factor, "half": m.factor / 2}))
@@ -442,7 +447,8 @@ def test_a_step_returns_a_float_that_changes_and_what_follows_from_it():
         assert step(X[0])[1] == {"factor": number / 4, "half": number / 8}
 
 
-@table(1, "inside", [True, False], ids=["the forward", "the loop"])
+@pytest.mark.long
+@pytest.mark.parametrize("inside", [True, False], ids=["the forward", "the loop"])
 def test_compiled_code_has_the_float_of_each_call(inside):
     for again in (False,) if inside else (False, True):
         layer = Anneals(inside)

@@ -117,6 +117,7 @@ def test_hooks_on_the_model_fire(pair):
     assert seen == [(4, 10)]
 
 
+@pytest.mark.long
 def test_hooks_on_submodules_fire_whenever_they_are_put_on():
     source = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.BatchNorm1d(3, momentum=None))  # the last is called by a copy
     model, x, seen = transformed(source), torch.randn(4, 3), []
@@ -305,8 +306,9 @@ def test_o3_halves_the_parameters_in_place():
     assert weight.grad.dtype == torch.bfloat16
 
 
-@table(1, "given", [torch.float16, torch.bfloat16], ids=str)
-@table(1, "opt_level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.long
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
 def test_half_inputs(opt_level, given):
     model, x = transformed(Net(), opt_level=opt_level), images().to(given)
     out = model(x)

@@ -17,6 +17,7 @@ from tests.tables import table
 from tests.transform_models import Net, images, transformed
 
 
+@pytest.mark.long
 def test_deepcopy_is_independent():
     model = transformed(Net())
     x = images()

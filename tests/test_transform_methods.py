@@ -57,7 +57,8 @@ def test_named_methods_run_as_graphs(again):
     assert len(model.report.graphs) == 3
 
 
-@table(1, "level", ["O1", "O2", "O3"])
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_named_methods_are_cast_as_the_forward(level):
     model = made(opt_level=level, fullgraph=True)
     trained(model)

@@ -172,6 +172,7 @@ def test_casts_of_amp_and_of_transform_are_not_stacked(opt_level, inside):
         assert any(f"{where} was given to amp.initialize: its casts to" in note for note in model.report.notes)
 
 
+@pytest.mark.long
 def test_amp_without_casts_goes_with_any_level():
     model = transformed(amp.initialize(Net(), opt_level="O0", verbosity=0), opt_level="O2")
     model(images()).sum().backward()

@@ -91,7 +91,8 @@ def test_what_is_set_on_one_is_there_for_both(entry, form, onto, level):
     check(entry, form, onto, level)
 
 
-@table(1, "form", ["sets_a_number", "evaluates"])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["sets_a_number", "evaluates"])
 def test_what_is_set_on_the_source_reaches_code(form):
     check("transform", form, "source", "O0", inner="inductor")
 

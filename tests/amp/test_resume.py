@@ -26,6 +26,7 @@ def in_a_new_process(jobs):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("per_level", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_resume_in_a_new_process_is_bitwise(per_level, tmp_path):
     torch.set_num_threads(1)  # as in the other process: sums of many threads round in another order

@@ -172,6 +172,7 @@ def test_training_at_o1_follows_float32(cases, dtype):
 
 
 # Scales are powers of two: scaling and unscaling cost no bit, and what amp does can be done by hand, to the bit.
+@pytest.mark.long
 @each([case for case in CASES if case[1] != "O1"])
 def test_training_is_what_is_done_by_hand(cases):
     for case in each_alone(cases):

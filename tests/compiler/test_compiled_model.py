@@ -17,6 +17,7 @@ from tests.tables import table
 from tests.transform_models import transformed
 
 
+@pytest.mark.long
 def test_many_models_of_one_class():
     for n in range(12):
         assert transformed(nn.Linear(2, 2))(torch.randn(n + 1, 2)).shape == (n + 1, 2)
@@ -195,6 +196,7 @@ def test_hugging_face_generate_goes_through_the_graphs():
     assert model.config is source.config
 
 
+@pytest.mark.long
 def test_a_graph_that_the_inner_compiler_refused_is_not_in_the_report():
     def refuse(graph):
         raise ZeroDivisionError("refused")
@@ -277,6 +279,7 @@ def test_a_loop_around_a_transformed_model_is_told_that_one_graph_is_faster(loop
     assert caplog.text.count(text) == warns and any(text in note for note in model.report.notes) is warns
 
 
+@pytest.mark.long
 def test_a_loop_that_is_transformed_is_told_nothing(caplog):
     model = apexfx.transform(Model(lambda m, x: solver(m.net, x), net=nn.Linear(4, 4)), inner="eager")
     model(torch.randn(2, 4)).sum().backward()

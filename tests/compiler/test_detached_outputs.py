@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 import apexfx
 from tests.small_models import Model
-from tests.tables import table
 
 FORMS = {
     "a view": lambda y: (y[:, :4], y.detach()), "itself": lambda y: (y, y.detach()), "views": lambda y: (y.mT, y[0].detach()),
@@ -22,7 +22,8 @@ def loss_of(outputs):
     return sum(out.square().sum() for out in outputs if out.requires_grad)
 
 
-@table(1, "form", FORMS)
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMS)
 def test_both_are_as_in_eager(form):
     model, x = Model(lambda m, x: FORMS[form](m.layer(x)), layer=nn.Linear(4, 8)), torch.randn(2, 4)
     compiled = apexfx.transform(copy.deepcopy(model), opt_level="O0")

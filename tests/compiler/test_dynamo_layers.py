@@ -14,7 +14,6 @@ import apexfx
 from apexfx.ops import recurrent
 from apexfx.testing import assert_close
 from tests.small_models import take_step
-from tests.tables import table
 
 KINDS = {"lstm": (nn.LSTM, {}), "gru": (nn.GRU, {"num_layers": 2, "bidirectional": True, "dropout": 0.3}),
          "rnn": (nn.RNN, {"nonlinearity": "relu", "bias": False})}
@@ -105,6 +104,7 @@ def train_beside_eager(model, num_lengths, data=batches, **options):
     return step, [*zip(model.parameters(), reference.parameters())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gru", long("lstm"), long("rnn")])
 def test_a_step_over_many_lengths_has_the_bits_of_eager(kind):
     cls, options = KINDS[kind]
@@ -116,6 +116,7 @@ def test_a_step_over_many_lengths_has_the_bits_of_eager(kind):
         stage="forward", graph=1, print_output=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cls", [nn.GRU, long(nn.LSTM)])
 def test_a_step_is_given_packed_sequences(cls):
     step, params = train_beside_eager(Last(cls), 6, packed_batches, opt_level="O0", inner="eager")
@@ -152,7 +153,8 @@ def test_a_step_under_inductor():
         assert_close(p, q, dtype=torch.float32)
 
 
-@table(1, "level", ["O0", "O1"])
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["O0", "O1"])
 def test_a_transformed_model_over_many_lengths(level):
     """The layer lies in a class with a forward of its own, inside of another."""
     model = Outer(Tagger(nn.GRU))
@@ -204,6 +206,7 @@ def test_a_state_that_is_given_and_a_sequence_without_a_batch():
     assert torch.equal(apexfx.transform(alone, opt_level="O0", inner="eager")(x)[0], alone(x)[0])
 
 
+@pytest.mark.long
 def test_a_forward_of_the_users_own_is_left_alone():
     model = Tagger(Reversed)
     step, params = train_beside_eager(model, 1, opt_level="O0", inner="eager")
@@ -212,6 +215,7 @@ def test_a_forward_of_the_users_own_is_left_alone():
         assert_close(p, q, dtype=torch.float32)
 
 
+@pytest.mark.long
 def test_autocast_around_it_casts_as_in_eager():
     model = Tagger(nn.GRU)  # oneDNN has no LSTM in bfloat16 on some CPUs.
     transformed, tokens = apexfx.transform(model, opt_level="O0", inner="eager"), torch.randint(20, (2, 5))
@@ -236,6 +240,7 @@ class Translator(nn.Module):
         return self.decoder(x, self.encoder(x, mask=causal), tgt_mask=other) + self.encoder(x, causal, is_causal=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", [long("O0"), "O1"])
 def test_whether_a_mask_is_causal_is_not_looked_up_in_a_graph(level):
     x, reference = torch.randn(2, 3, 8), Translator()

@@ -106,7 +106,8 @@ def test_what_eager_refuses_is_refused_by_name(form, entry, level):
     check(form, entry, opt_level=level, inner="eager")
 
 
-@table(1, "form", ["rows", "labels", "subscript", "added rows"])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["rows", "labels", "subscript", "added rows"])
 def test_what_eager_refuses_is_refused_under_inductor(form):
     check(form, "step", opt_level="O0")
 

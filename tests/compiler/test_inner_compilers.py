@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import apexfx
-from tests.tables import table
 from tests.versions import refused_before
 
 
@@ -59,7 +58,8 @@ class Shuffled(nn.Linear):
         return super().forward(0.3 * x + 0.7 * x[torch.randperm(len(x))])
 
 
-@table(1, "make", [Codebook, Rows])
+@pytest.mark.long
+@pytest.mark.parametrize("make", [Codebook, Rows])
 def test_gradients_and_buffers_are_those_of_eager(make):
     torch.manual_seed(0)
     reference, x = make(), torch.randn(3, 4)
@@ -81,6 +81,7 @@ def test_the_highest_half_is_found_again_in_backward(highest):
     torch.testing.assert_close(model.encode.weight.grad, reference.encode.weight.grad, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.long
 def test_a_convolution_of_rows_by_a_mask_trains_as_in_eager():
     reference, x, mask = nn.Conv1d(1, 2, 3, padding=1), torch.randn(4, 8), torch.tensor([True, False, True, True])
     model = copy.deepcopy(reference)

@@ -20,7 +20,6 @@ import apexfx
 from apexfx import _torch_compilers
 from apexfx._torch_compilers import CppFile
 from apexfx.compiler import kernel_files, progress
-from tests.tables import table
 
 ADD = "#include <torch/csrc/inductor/cpp_prefix.h>\n{}static int twice(int x) {{ return {} * x; }}\n" \
       'extern "C"  void  kernel(const int* in, int* out) {{ *out = twice(*in); }}'
@@ -42,7 +41,8 @@ def update(transforms):
     return list(model.parameters()), list(reference.parameters())
 
 
-@table(1, ("transforms", "threads"), [(True, 1), (False, 2)])
+@pytest.mark.long
+@pytest.mark.parametrize(("transforms", "threads"), [(True, 1), (False, 2)])
 def test_a_graph_has_few_files_which_a_cache_keeps(transforms, threads, tmp_path):
     with fresh_cache(dir=tmp_path), inductor_config.patch(compile_threads=threads):
         torch.testing.assert_close(*update(transforms))

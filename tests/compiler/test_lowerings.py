@@ -60,7 +60,8 @@ def _piece(kind, shape):
     return made[kind]
 
 
-@table(1, "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))])
 def test_random_buckets(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -97,6 +98,7 @@ def test_relu_backward_is_bitwise_and_joins_its_neighbours(dtype, memory_format)
     assert "torch.ops" not in code and code.count("empty_strided_cpu") == 1 and got.is_contiguous(memory_format=memory_format)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "dynamic"), [
     ("channels_last", True), *(pytest.param(layout, dynamic, marks=pytest.mark.long) for layout, dynamic in (
         ("contiguous", False), ("permuted", False), ("contiguous", True), ("channels_last", False), ("permuted", True)))])

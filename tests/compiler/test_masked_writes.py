@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.forms import Masked, all_of_them, masked_batches, squares
@@ -9,6 +10,7 @@ from tests.tables import table
 from tests.ways import check, updates
 
 
+@pytest.mark.long
 def test_one_graph_is_for_any_number_of_rows():
     model = Masked(all_of_them)
     step = updates("step", model, lambda model, *batch: squares(model(batch), batch), verify="each")

@@ -58,6 +58,7 @@ def off(got, expected):
     return {name: error for name, error in errors.items() if not error < 100 * tolerance(torch.float32)["rtol"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how, kinds", [("step", ["gelu"]), *(pytest.param(how, list(KINDS), marks=pytest.mark.long)
                                                               for how in ("step", "transform"))])
 def test_what_is_compared_with_its_own_maximum_gets_its_gradient(how, kinds):
@@ -79,6 +80,7 @@ class Lowest(nn.Module):
         return self.layer(h - h.amin(0, keepdim=True)).square().mean()
 
 
+@pytest.mark.long
 def test_what_is_compared_with_its_own_least_after_it_was_rounded():
     torch.manual_seed(0)
     model, x = Lowest(), torch.randn(17, 1)
@@ -118,6 +120,7 @@ def windows(h, rows, mask):
 WRITES = (rows_then_mask, rows_of_a_mask, summed_rows, expanded_rows, windows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["step", pytest.param("transform", marks=pytest.mark.long)])
 def test_what_is_written_by_rows_and_masks(how):
     torch.manual_seed(0)
@@ -157,6 +160,7 @@ def with_an_optimizer_each(kinds):
     return model, [getattr(torch.optim, kind)(model[kind].parameters(), lr=1e-2, **kinds[kind]) for kind in kinds]
 
 
+@pytest.mark.long
 def test_state_that_follows_from_other_state():
     """Moments, largest moments, averages: what an update writes, and computes something else from."""
     expected, of_eager = with_an_optimizer_each(OPTIMIZERS)
@@ -190,6 +194,7 @@ class Masked(nn.Module):
         return torch.softmax(x + mask, -1)
 
 
+@pytest.mark.long
 def test_code_of_a_mask_that_is_written_by_indices():
     x = torch.randn(8, 8)
     torch.testing.assert_close(apexfx.transform(Masked(), opt_level="O0")(x), Masked()(x))
@@ -210,6 +215,7 @@ class Handed(nn.Module):
         return (self.last * self.weight).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["step", pytest.param("transform", marks=pytest.mark.long)])
 def test_a_buffer_takes_what_another_was(how):
     expected, model = Handed(), Handed()

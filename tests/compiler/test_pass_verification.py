@@ -118,6 +118,7 @@ def test_a_batch_norm_in_a_checkpoint_is_compared():
     assert model.bn.num_batches_tracked == 1
 
 
+@pytest.mark.long
 def test_it_changes_nothing_and_specializes_nothing():
     steps = [step(verify=verify, dynamic=True, inner="eager", opt_level="O0") for verify in ("off", "each")]
     for one in steps:

@@ -82,6 +82,7 @@ class Unused(nn.Linear):
         self.unused = nn.Linear(4, 3)
 
 
+@pytest.mark.long
 def test_what_is_compiled_again_is_told_with_what_spares_it(monkeypatch):
     monkeypatch.setattr(progress, "SECONDS", 0.0)
     monkeypatch.setattr(sys, "stderr", io.StringIO())

@@ -141,6 +141,7 @@ def planted(first, change):
         return PyCodeCache.load(faulty).call
 
 
+@pytest.mark.long
 def test_code_without_a_fault_is_proved(of_step):
     first, inputs = of_step
     before = [exact_copy(x) for x in inputs if isinstance(x, torch.Tensor)]
@@ -243,6 +244,7 @@ def test_both_graphs_of_a_model_run_op_by_op(no_caches, caplog):
     assert [proof.stage for proof in transformed.report.graphs[0].proofs if proof.fault] == ["forward", "backward"]
 
 
+@pytest.mark.long
 def test_an_interrupted_proof_leaves_everything_as_it_was(no_caches):
     model, batch = program()
     before = copy.deepcopy(model.state_dict())
@@ -320,6 +322,7 @@ def test_a_report_keeps_its_proofs(of_step, tmp_path):
         report.proof()
 
 
+@pytest.mark.long
 def test_random_numbers_of_kernels():
     from apexfx.observe.inductor_random import as_kernels_draw
 

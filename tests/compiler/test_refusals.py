@@ -36,7 +36,8 @@ def test_a_transformed_model_is_not_exported(export, ran):
     assert torch.equal(exported(x), model(x))  # and the source is, with the parameters of the transformed model
 
 
-@table(1, "outer", [lambda m: m, lambda m: nn.Sequential(m, nn.ReLU())])
+@pytest.mark.long
+@pytest.mark.parametrize("outer", [lambda m: m, lambda m: nn.Sequential(m, nn.ReLU())])
 def test_an_outer_compile_goes_around_the_transformed_model(outer):
     model, x = transformed(Net(), opt_level="O1"), images()
     with warnings.catch_warnings():

@@ -55,6 +55,7 @@ def compare(model, reference, x=None):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.long
 def test_an_attribute_that_the_forward_sets_is_set(pair):
     source, model, reference = pair
     before = list(map(id, source.modules()))
@@ -70,6 +71,7 @@ def test_an_attribute_that_the_forward_sets_is_set(pair):
     assert not [name for module in source.modules() for name in vars(module) if "apexfx" in name]
 
 
+@pytest.mark.long
 def test_a_change_of_a_container_is_seen(pair):
     source, model, reference = pair
     compare(model, reference)

@@ -142,7 +142,8 @@ def written_and_moved(write, move):
     return change
 
 
-@table(1, "move, way, level, start", [
+@pytest.mark.long
+@pytest.mark.parametrize("move, way, level, start", [
     (*row, place % 6) for place, row in enumerate(itertools.product(MOVES, WAYS[::-1], ("O0", "O1")))])
 def test_memory_that_is_written_and_moved_within_itself(move, way, level, start):
     few = batches()[:1 if level == "O1" else 2]  # in halves roundings grow from one to the next
@@ -158,7 +159,8 @@ def writes_through(name):
     return change
 
 
-@table(1, "way, level", [(way, level) for level in ("O0", "O1") for way in WAYS])
+@pytest.mark.long
+@pytest.mark.parametrize("way, level", [(way, level) for level in ("O0", "O1") for way in WAYS])
 def test_what_is_written_by_another_name_is_as_in_eager(way, level):
     assert_as_eager(way, with_memory(*map(writes_through, NAMES)), batches()[:1], level, inner="eager")
 
@@ -246,7 +248,8 @@ SUMS = {
 }  # fmt: skip
 
 
-@table(1, "way, level", [(way, level) for level in ("O2", "O1") for way in WAYS])
+@pytest.mark.long
+@pytest.mark.parametrize("way, level", [(way, level) for level in ("O2", "O1") for way in WAYS])
 def test_sums_over_calls_are_exact(way, level):
     def forward(m, x):
         for change in SUMS.values():
@@ -301,7 +304,8 @@ def reads(m, t):
     return m.layer(torch.stack([n.imag + n.real if n.is_complex() else n for n in numbers])[None]).square().sum()
 
 
-@table(1, "inner", ["eager", "inductor"])
+@pytest.mark.long
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_inputs_that_are_negated_or_conjugated_when_they_are_read(inner):
     """One after the other: a graph for the one is not that of the other."""
     torch.manual_seed(0)

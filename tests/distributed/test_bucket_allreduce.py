@@ -78,6 +78,7 @@ def test_bitwise_ddp_on_two_ranks(rank, world_size):
         assert [b.total_bytes for b in ours.buckets] == [b.total_bytes for b in theirs.buckets]
 
 
+@pytest.mark.long
 @on_ranks(3)
 def test_bitwise_ddp_on_three_ranks(rank, world_size):
     # DDP's buckets are final after its second step; from three ranks on, a ring's sums depend on them.

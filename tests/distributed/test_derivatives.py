@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import apexfx
 from tests.distributed.launch import run_ranks
-from tests.tables import table
 from tests.train_step.derivative_losses import LOSSES, X, heat, mlp, written_out
 
 CASES = LOSSES | {"heat_with_batch_norm": lambda: (mlp(nn.BatchNorm1d), heat, (X,))}
@@ -26,6 +26,7 @@ def train(rank, world_size, name, sync_bn):
     torch.testing.assert_close(dict(model.named_parameters()), dict(expected.float().named_parameters()), rtol=1e-4, atol=1e-6)
 
 
-@table(1, "name", ["heat_with_batch_norm", "forces_with_batch_norm", "gradient_penalty"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["heat_with_batch_norm", "forces_with_batch_norm", "gradient_penalty"])
 def test_ranks_are_one_batch(name):
     run_ranks(train, 2, name, "batch_norm" in name)

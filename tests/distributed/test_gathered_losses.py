@@ -158,6 +158,7 @@ WAYS = [(style, level, inner) for inner in ("eager", "inductor") for style in ("
         for level in ("O0", "O2")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ways", [
     pytest.param([("step", "O0", "inductor"), ("transform", "O2", "eager")], id="two"),
     pytest.param(WAYS, id="all", marks=pytest.mark.long)])

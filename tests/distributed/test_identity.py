@@ -372,6 +372,7 @@ def shares_that_come_late(rank, world_size):
         model.zero_grad()  # a graph of a gradient holds its parameter
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("executors,losses,inner", [
     ((transformed,), (with_a_layer_of_its_own, two_forwards_and_more), "eager"),
     ((wrapped,), (with_a_layer_of_its_own,), "eager"),

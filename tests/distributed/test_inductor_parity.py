@@ -86,6 +86,7 @@ def test_gradients_under_inductor(rank, world_size):
         parity(rank, name, {"layout": "ddp", "bucket_cap_mb": 0.01})
 
 
+@pytest.mark.long
 @on_ranks(1)
 def test_starts_and_waits_are_where_the_pass_put_them(rank, world_size):
     """Start and waits in the code that runs, against the plan."""
@@ -138,6 +139,7 @@ def _rows_of_no_rank(rank, world_size, entry):
                                        msg=lambda text, name=name, call=call: f"{call} {name}: {text}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("entry", ["step", pytest.param("transform", marks=pytest.mark.long)])
 def test_convolutions_of_ranks_without_rows(entry):
     run_ranks(_rows_of_no_rank, 2, entry, timeout=300)

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import apexfx
 from tests.distributed.launch import on_ranks, run_ranks
 from tests.distributed.test_gathered_losses import Gathered
-from tests.tables import table
 
 ROWS = 4  # of a call on each rank
 
@@ -188,7 +187,8 @@ def communicates(step):
     return "all_reduce" in step.report.code(stage="step", graph=0)
 
 
-@table(1, "row", [("batch norm", "alone", 3), ("own sum", "pieces", 2), ("gather", "safe", 2)])
+@pytest.mark.long
+@pytest.mark.parametrize("row", [("batch norm", "alone", 3), ("own sum", "pieces", 2), ("gather", "safe", 2)])
 def test_ranks_and_calls_of_other_counts_are_one_batch(row):
     run_ranks(train, 2, *row)
 

@@ -124,7 +124,9 @@ def many(rank, world_size, rows):
         like_ddp(rank, world_size, name, options)
 
 
-@table(1, "world_size, rows", [(2, ROWS[:1]), (2, ROWS), (4, [row for row in ROWS if row[0] in ("shapes", "mlp")])])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size, rows", [(2, ROWS[:1]), (2, ROWS),
+                                              (4, [row for row in ROWS if row[0] in ("shapes", "mlp")])])
 def test_muon_over_ranks_has_the_bits_of_ddp(world_size, rows):
     run_ranks(many, world_size, rows, timeout=900)
 
@@ -243,6 +245,7 @@ def sent(step):
     return sum((4 if dtype == "f32" else 2) * int(numel) * ways[name] for dtype, numel, name in found)
 
 
+@pytest.mark.long
 def test_fewer_bytes_are_sent_than_with_ddp():
     with fake_process_group(2):
         both = []
@@ -259,6 +262,7 @@ class Own(torch.optim.Muon):
     pass
 
 
+@pytest.mark.long
 def test_what_muon_over_ranks_does_not_do_is_refused():
     with fake_process_group(2):
         with pytest.raises(ValueError, match="Own was given"):

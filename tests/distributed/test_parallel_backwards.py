@@ -260,5 +260,6 @@ def every_backward(rank, world_size):
         dist.barrier()
 
 
+@pytest.mark.long
 def test_every_backward():
     run_ranks(every_backward, 2)

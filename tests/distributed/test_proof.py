@@ -48,6 +48,7 @@ def _train(rank, world_size, options, is_wrong):
     dist.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options, is_wrong", [
     ({"sync_bn": True}, True),
     *(pytest.param(options, is_wrong, marks=pytest.mark.long) for options in (

@@ -123,6 +123,7 @@ def _refusals(rank, world_size, every):
         dist.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_sharded_and_averaged_models_are_refused(every):
     run_ranks(_refusals, 2, every, timeout=300)

@@ -55,6 +55,7 @@ def differs(model, step, world_size):
     return any(each != everywhere[0] for each in everywhere)
 
 
+@pytest.mark.long
 @on_ranks(3)
 def test_each_flipped_bit_is_found_at_the_next_check(rank, world_size):
     model, step = make(2)

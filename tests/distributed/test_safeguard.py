@@ -47,6 +47,7 @@ def train(rank, world_size, style, count):
     assert all(torch.equal(parameters, other) for other in others)
 
 
+@pytest.mark.long
 def test_one_poisoned_rank_has_all_skip():
     run_ranks(train, 2, "accumulating", 9)  # until a first call is poisoned; the other styles are among the many
 

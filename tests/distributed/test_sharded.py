@@ -193,7 +193,8 @@ def near_ddp(rank, world_size, name, level, kind, inner):
     torch.testing.assert_close(*ends, rtol=0, atol=0 if inner == "eager" else 1e-6)
 
 
-@table(1, "name, level, kind, inner", [
+@pytest.mark.long
+@pytest.mark.parametrize("name, level, kind, inner", [
     ("gpt", "O2", "sgd", "eager"), ("mlp", "O0", "adamw", "eager"), ("cnn", "O1", "sgd", "eager"),
     ("mlp", "O1", "adamw", "eager"), ("gpt", "O0", "adamw", "inductor"),
     *(("few rows", "O0", kind, "eager") for kind in ("fused adam", "fused sgd", "fused adagrad")),
@@ -237,7 +238,8 @@ def last_stage(rank, world_size, folder, number, by, tolerance):
     torch.testing.assert_close(whole(model.state_dict()), torch.load(f"{folder}/end.pt"), rtol=tolerance, atol=tolerance)
 
 
-@table(1, "stages", [
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [
     ((2, "step"), (4, "step"), (1, "step")), ((2, "step"), (2, "step")), ((2, "loop"), (4, "step"), (2, "loop")),
     ((2, "update"), (4, "update"), (1, "update")), ((2, "update"), (2, "update")), ((2, "update"), (4, "loop"), (2, "update"))],
     ids=lambda stages: " ".join(f"{by} on {world_size}" for world_size, by in stages))

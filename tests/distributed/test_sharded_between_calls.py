@@ -263,6 +263,7 @@ def between_calls(rank, world_size, names):
             raise
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [
     pytest.param([*CASES], id="all", marks=pytest.mark.long), pytest.param(["frozen between"], id="one")])
 def test_what_happens_between_calls_is_as_in_a_loop_of_fsdp2(names):

@@ -20,7 +20,6 @@ import apexfx
 from apexfx import RankMismatchError
 from apexfx.parallel import RankFailureError
 from tests.distributed.launch import run_ranks
-from tests.tables import table
 
 TIMEOUT_S = 4
 BATCH = torch.ones(2, 3), torch.tensor([0, 1])
@@ -63,7 +62,8 @@ def apart(rank, world_size, _folder):
     step_of(mesh)(*BATCH)
 
 
-@table(1, "case, how, where", [(apart, None, None), *(
+@pytest.mark.long
+@pytest.mark.parametrize("case, how, where", [(apart, None, None), *(
     (lost, how, where) for how in (signal.SIGKILL, signal.SIGSTOP)
     for where in ("reduce_scatter_tensor", "all_gather_into_tensor"))])
 def test_every_rank_is_told(case, how, where, tmp_path):

@@ -142,6 +142,7 @@ def many(rank, world_size, rows):
         like_ddp(rank, world_size, name, kind, options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [ROWS[-1:], pytest.param(ROWS, marks=pytest.mark.long)], ids=["one", "all"])
 def test_a_sharded_update_has_the_bits_of_ddp(rows):
     run_ranks(many, 2, rows, timeout=900)

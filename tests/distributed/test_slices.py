@@ -38,7 +38,8 @@ def same_bits(rank, world_size, names, **options):
         assert one == many and len(set(one)) == len(one), (name, one, many)
 
 
-@table(1, "world_size, names", [(2, ["convolution", "mean", "muon"]), (4, [*PROGRAMS])])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size, names", [(2, ["convolution", "mean", "muon"]), (4, [*PROGRAMS])])
 def test_so_has_an_update_that_ranks_share(world_size, names):
     run_ranks(same_bits_shared, world_size, names)
 
@@ -80,6 +81,7 @@ def same_bits_compiled(rank, world_size, name):
     same_bits_shared(rank, world_size, [name], inner="inductor")
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_every_byte_is_the_same_and_random_numbers_of_the_user_stay(rank, world_size):
     """A digest does not tell the same numbers at other places of a tensor."""
@@ -96,12 +98,14 @@ def test_every_byte_is_the_same_and_random_numbers_of_the_user_stay(rank, world_
     assert len({each for row in everywhere for each in row}) == 1
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_networks_that_train_each_other_have_them(rank, world_size):
     one, many = train_adversaries(2), train_adversaries(2, rank, world_size, ddp=True)
     assert one == many and len(set(one)) == 4
 
 
+@pytest.mark.long
 def test_a_rank_whose_slice_is_not_finite_says_so_and_records_it(tmp_path):
     run_ranks(records, 2, str(tmp_path))
     text, same = replay(str(tmp_path / "call-2-rank-1"))
@@ -116,7 +120,8 @@ def records(rank, world_size, folder):
     step(*batch("safe", 2, 0))  # which writes the bundle
 
 
-@table(2, "name, shard", [("convolution", None), ("mean", None), ("convolution", "optimizer")])
+@pytest.mark.long
+@pytest.mark.parametrize("name, shard", [("convolution", None), ("mean", None), ("convolution", "optimizer")])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(name, shard, tmp_path):
     run_ranks(goes_on, 2, name, shard, str(tmp_path))
 
@@ -136,6 +141,7 @@ def goes_on(rank, world_size, name, shard, folder):
     assert train(again, name, [3], rank, world_size) == one[3:]
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_ranks_that_would_have_other_bits_are_told(rank, world_size):
     torch.set_num_threads(1 + rank)

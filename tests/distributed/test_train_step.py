@@ -72,6 +72,7 @@ def compare(rank, make=net, *, accumulate=1, max_grad_norm=None, sync_bn=False, 
     return step
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_half_gradients_are_averaged_in_float32_as_by_ddp_under_autocast(rank, world_size):
     [(x, y)] = batches(rank, 1)
@@ -235,6 +236,7 @@ def test_under_inductor(rank, world_size):
     compare(rank, inner="inductor", max_grad_norm=0.05, sync_bn=True, loss_scale=1024.0)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_an_overflow_of_one_rank_skips_the_step_of_all(rank, world_size):
     model = net()
@@ -332,7 +334,8 @@ def number_of_one_rank(rank, world_size, names):
             torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-@table(1, "name", list(UPDATES))
+@pytest.mark.long
+@pytest.mark.parametrize("name", list(UPDATES))
 def test_a_number_that_one_rank_changes_is_told(name):
     run_ranks(number_of_one_rank, 2, [name])
 
@@ -376,6 +379,7 @@ def test_a_rank_that_changes_to_another_part_of_a_model_alone_is_told_and_so_are
     refuses_other_heads(rank, world_size, (0, 1, 1), r"heads\.0\.weight.*heads\.1\.weight")
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_each_bucket_is_waited_for_and_applied_while_the_next_one_travels(rank, world_size):
     def deep():
@@ -427,6 +431,7 @@ def test_half_parameters_with_masters_are_averaged(rank, world_size):
         assert p.dtype == torch.bfloat16 and (mine - wanted).norm() < 0.05 * (wanted - first).norm()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_groups_share_buckets_and_unused_parameters_have_none(rank, world_size):
     class Partly(nn.Module):
@@ -511,6 +516,7 @@ def compare_in_pieces(rank, world_size, **options):
     assert "in pieces" in str(step.report) and same_on_all(world_size, list(step.model.parameters()))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_step_in_pieces_is_that_of_torch_ddp_whatever_part_of_the_model_a_rank_uses(rank, world_size):
     compare_in_pieces(rank, world_size, max_grad_norm=0.05, loss_scale=1024.0, sync_bn=True, accumulate=2,

@@ -89,6 +89,7 @@ def test_averages(rank, world_size):
     assert model.report.code(stage="backward").count("apexfx.ranks_agreed") == 1
 
 
+@pytest.mark.long
 @on_ranks(3)
 def test_accumulates(rank, world_size):
     model, reference = model_and_reference(rank)

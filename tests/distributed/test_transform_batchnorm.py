@@ -121,6 +121,7 @@ def test_every_kind_matches_full_batch(rank, world_size):
     test_matches_full_batch.case(rank, world_size)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_left_to_eager(rank, world_size):
     class Broken(nn.Module):
@@ -251,6 +252,7 @@ def test_ranks_that_recompile_at_other_steps(rank, world_size):
         assert_close(model(whole[mine]), reference(whole)[mine], scale=8)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_several_buckets_of_the_wrapper_of_torch(rank, world_size):
     """Its DDPOptimizer cuts the graph, and runs each part on fake tensors to compile the next."""

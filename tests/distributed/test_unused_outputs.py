@@ -62,6 +62,7 @@ def _assert_equal(model, optimizer, wrapped, theirs):
         torch.testing.assert_close([got[key] for key in want], [*want.values()])
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_transform_averages_what_any_rank_uses(rank, world_size):
     for cls in (TwoHeads, Broken, Written):

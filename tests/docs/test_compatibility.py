@@ -125,6 +125,7 @@ def test_lbfgs_inference_mode_and_anomaly_detection():
         backward(model)
 
 
+@pytest.mark.long
 def test_save_pretrained_writes_the_source(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 

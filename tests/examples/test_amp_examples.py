@@ -64,6 +64,7 @@ def test_the_simple_ones():
     assert out[-1].startswith("final loss")
 
 
+@pytest.mark.long
 def test_digits_are_split_once_and_for_all():
     (train, train_labels), (test, _) = (part.tensors for part in digits(channels=3))
     assert train.shape == (1437, 3, 8, 8) and test.shape == (360, 3, 8, 8) and train_labels.dtype == torch.int64

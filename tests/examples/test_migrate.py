@@ -11,7 +11,6 @@ import torch
 
 import apexfx.compat
 from apexfx.__main__ import main
-from tests.tables import table
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "migrate"
 
@@ -35,7 +34,8 @@ def accuracy_of(monkeypatch, tmp_path, capsys):
     apexfx.compat.uninstall()
 
 
-@table(1, "name", ["apex_amp", "apex_ddp", "torch_amp", "torch_ddp"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["apex_amp", "apex_ddp", "torch_amp", "torch_ddp"])
 def test_it_trains_before_and_after(name, accuracy_of):
     before, after = (accuracy_of(f"{name}_{when}") for when in ("before", "after"))
     assert before > 85 and after > 85 and abs(before - after) < 3

@@ -155,6 +155,7 @@ def test_a_dry_run_takes_every_step(dry_run, tmp_path):
     assert len(records) == len(check.steps(tmp_path))
 
 
+@pytest.mark.long
 def test_a_library_or_a_kernel_that_is_missing_is_named(monkeypatch):
     cpu = ops.Library("cpu", "/x/_C_cpu.so", True, "")
     monkeypatch.setattr(ops, "LIBRARIES", (cpu, ops.Library("cuda", "/x/_C_cuda.so", False, "not built")))

@@ -209,6 +209,7 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.long
 def test_an_error_goes_through_attention():
     comparison = apexfx.compare(Attention(), X)
     assert comparison.errors["output 0"] > 0.1 and f"({line_of('keys')})" in comparison.verdict, comparison
@@ -293,7 +294,8 @@ def test_a_formula_that_is_not_finite_is_no_matter_of_dtypes():
     assert line_of("root") in comparison.verdict
 
 
-@table(1, "kind", ["plain", "transformed", "step"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["plain", "transformed", "step"])
 def test_everything_is_left_as_it_was(kind):
     model = nn.Sequential(Net(), nn.BatchNorm1d(8))
     subject, batch = model, X

@@ -16,7 +16,6 @@ from apexfx._torch import make_fx
 from apexfx.observe.interpreter import Interpreter
 from apexfx.observe.non_finite import NonFinite
 from apexfx.train_step.parts.safeguard import NOT_SEARCHED
-from tests.tables import table
 from tests.ways import updates
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
@@ -110,7 +109,8 @@ def make(**options):
                              **{"inner": "eager", "opt_level": "O0", "safeguard": True, **options})
 
 
-@table(1, "what, op, phase, comment", [
+@pytest.mark.long
+@pytest.mark.parametrize("what, op, phase, comment", [
     ("root of zero", "aten.div.Tensor", "backward", "root of zero"), ("overflow", "aten.mul.Tensor", "forward", "overflow"),
     ("function", "aten.mul.Tensor", "backward", "the backward of a function"),
     ("masked", "aten.mul.Tensor", "forward", "behind what is masked"),
@@ -194,6 +194,7 @@ def test_an_object_that_was_written_is_not_searched(change):
     assert step.events[-1].where == "the batch was written since, so the op was not looked for"
 
 
+@pytest.mark.long
 def test_a_parameter_that_is_not_finite_is_named():
     step = make()
     with torch.no_grad():

@@ -151,6 +151,7 @@ opcheck_cases = table(
 )
 
 
+@pytest.mark.long
 @opcheck_cases
 def test_opcheck(shape, dtype, layout):
     x, grad, residual, weight, bias = draw(shape, dtype, layout)

@@ -121,6 +121,7 @@ def campaign(seed: int, calls: int) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed, calls", [(0, 200), pytest.param(1, 30_000, marks=pytest.mark.long)])
 def test_calls_give_what_the_reference_gives(seed, calls):
     counts = fresh_process.call(campaign, seed, calls)

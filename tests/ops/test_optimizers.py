@@ -80,7 +80,8 @@ def test_same_bits_for_every_run_and_number_of_threads(op):
             assert all(torch.equal(a, b) for a, b in zip(tensors, other[name])), name
 
 
-@table(1, "op", OPS)
+@pytest.mark.long
+@pytest.mark.parametrize("op", OPS)
 def test_opcheck(op):
     for scalars in SCALARS:
         arguments = make(op, (F32, torch.bfloat16, torch.bfloat16), "contiguous", {}, scalars, "cpu", sizes=SMALL)

@@ -200,6 +200,7 @@ def test_what_a_step_reads_of_its_program_is_read_again_where_it_changes(name, m
     assert_same(model.state_dict(), before)
 
 
+@pytest.mark.long
 def test_what_is_set_on_one_parameter_and_then_on_another_is_of_the_other():
     model, reference, optimizer, theirs, step = beside(lambda net: foreign.OfOptions(net.parameters(), lr=0.1))
     for number, batch in enumerate(batches(3)):
@@ -213,6 +214,7 @@ def test_what_is_set_on_one_parameter_and_then_on_another_is_of_the_other():
     assert_same(model.state_dict(), reference.state_dict())
 
 
+@pytest.mark.long
 def test_a_branch_by_the_rate_is_that_of_each_optimizer_now_whichever_parameters_have_a_gradient():
     models, references = [Net(), Net()], [Net(), Net()]
     made = [[foreign.UpTo(each.parameters(), lr=0.05, weight_decay=limit) for each, limit in zip(every, (1.0, 0.1))]
@@ -321,6 +323,7 @@ class Slow(optim.Optimizer):
                 p.sub_(p.grad, alpha=math.sqrt(min(lr, 1.0)))
 
 
+@pytest.mark.long
 def test_two_threads_trace_two_optimizers_at_once_and_names_are_what_they_were():
     before, loss_fn = (max, min, isinstance, id, math.sqrt), torch.nn.functional.mse_loss
     models = [torch.nn.Linear(4, 3) for _ in range(2)]

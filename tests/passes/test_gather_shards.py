@@ -65,6 +65,7 @@ FORWARD = ("gather 14, gather 14 is there, gather 16, forward, gather 16 is ther
            "gather 10, forward, gather 10 is there, forward, ")
 
 
+@pytest.mark.long
 def test_the_next_group_is_gathered_while_one_computes():
     with fake_process_group(4):
         assert events(step_of(max_grad_norm=1.0)) == FORWARD + (
@@ -73,6 +74,7 @@ def test_the_next_group_is_gathered_while_one_computes():
             "sum 14 is there, norm, update")
 
 
+@pytest.mark.long
 def test_what_is_kept_is_not_gathered_again_and_updates_follow_their_sums():
     with fake_process_group(4):
         assert events(step_of(reshard=False)) == FORWARD + (
@@ -98,6 +100,7 @@ def test_a_second_run_changes_nothing(monkeypatch):
         step_of()
 
 
+@pytest.mark.long
 def test_gradients_are_summed_in_the_dtype_that_fully_shard_was_told():
     with fake_process_group(4):
         code = step_of(blocks=1, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)).report.code(stage="step")

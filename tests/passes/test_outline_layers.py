@@ -222,7 +222,7 @@ class Model(nn.Module):
         return self.program(x, *self.weights)
 
 
-@table(3, "program, door", [(program, door) for program in PROGRAMS for door in ("transform", "train_step")
+@table(1, "program, door", [(program, door) for program in PROGRAMS for door in ("transform", "train_step")
                             if program not in (differentiated, random_amid)],
        ids=lambda each: each if isinstance(each, str) else each.__name__)
 def test_code_has_the_numbers_of_eager(program, door):
@@ -260,6 +260,7 @@ def trained(*, layers=4, dropout=0.0, steps=2, **options):
     return step
 
 
+@pytest.mark.long
 def test_a_profile_and_a_report_name_each_copy():
     step = trained()
     assert [entry.name for entry in step.report.graphs[0].stages[-1].passes][-1] == "outline_layers"
@@ -276,7 +277,8 @@ def test_a_profile_and_a_report_name_each_copy():
     assert len({frozenset(time.nodes) for time in named}) == len(named)
 
 
-@table(1, "dropout", [0.5, 0.0])
+@pytest.mark.long
+@pytest.mark.parametrize("dropout", [0.5, 0.0])
 def test_steps_are_those_without_the_pass(dropout):
     """The random numbers of each copy are its own."""
     outlined, plain = (trained(dropout=dropout, skip=skip) for skip in ((), ("outline_layers",)))

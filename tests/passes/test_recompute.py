@@ -11,7 +11,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import apexfx
 from apexfx.passes.recompute import Recompute
 from tests.passes.blocks import Block
-from tests.tables import table
 
 WIDTH, ROWS = 64, 1024
 
@@ -47,7 +46,8 @@ def saving():
     return trained(memory_budget=0, verify="each", passes=[Again()])
 
 
-@table(1, "options", [{}, {"opt_level": "O2", "dtype": torch.bfloat16}, {"max_grad_norm": 1.0}], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"opt_level": "O2", "dtype": torch.bfloat16}, {"max_grad_norm": 1.0}], ids=str)
 def test_the_bits_are_the_same_from_less_memory(options, saving, plain):
     if options:
         saving, plain = trained(memory_budget=0, **options), trained(**options)
@@ -86,6 +86,7 @@ def test_a_copy_stands_in_front_of_its_reader(saving):
     assert any("gelu" in line and "_again" in line for line in lines)
 
 
+@pytest.mark.long
 def test_what_is_random_stays():
     step = trained(dropout=0.5, memory_budget=0)
     code = step.report.code(stage="step")
@@ -170,6 +171,7 @@ def test_two_values_of_one_reader_are_computed_again_once():
     assert len(gm.graph.nodes) < 16 and not Recompute()(gm).modified
 
 
+@pytest.mark.long
 def test_a_long_row_of_ops_stays():
     class Long(nn.Module):
         def __init__(self):

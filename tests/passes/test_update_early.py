@@ -124,6 +124,7 @@ def test_a_small_model_is_updated_at_once():
     assert order(step, "adam_") == ["adam_"]
 
 
+@pytest.mark.long
 def test_groups_keep_their_options():
     def optimizer(parameters, lr):
         parameters = list(parameters)

@@ -55,6 +55,7 @@ def test_the_reason_is_that_of_the_nearest_graph():
     assert model.report.graphs[2].recompiled == "inputs[0] f32[5,8], was f32[4,8] in graph 0"
 
 
+@pytest.mark.long
 def test_the_reason_is_right_where_inputs_are_in_another_order():
     model = nn.Linear(8, 8)
 
@@ -125,6 +126,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         Report.load(tmp_path / "report.json")
 
 
+@pytest.mark.long
 def test_two_levels():
     assert_expected_inline(text(net_report().compare(net_report(opt_level="O2"))), """\
 20 differences: 1 option, 13 op, 6 casts

@@ -96,6 +96,7 @@ class Squares(nn.Module):
         return (y[:, None] * y).sum()  # the peak
 
 
+@pytest.mark.long
 def test_the_peak_has_a_module_and_a_line():
     net = nn.Sequential(nn.Linear(4, 4), Squares())
     step = apexfx.train_step(net, lambda y: y, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O0", inner="eager")

@@ -117,7 +117,8 @@ FROZEN = {"a layer": lambda model: model[2].requires_grad_(False), "a bias": lam
           "all but one": lambda model: [p.requires_grad_(p is model[2].weight) for p in model.parameters()]}
 
 
-@table(1, "frozen, inner", [(frozen, inner) for inner in ("eager", "inductor") for frozen in FROZEN])
+@pytest.mark.long
+@pytest.mark.parametrize("frozen, inner", [(frozen, inner) for inner in ("eager", "inductor") for frozen in FROZEN])
 def test_what_is_frozen_behind_graphs_of_several_sizes_stays(frozen, inner):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 8), nn.Dropout(0.0), nn.Linear(8, 50))

@@ -166,8 +166,9 @@ def test_names_of_a_model_in_a_wrapper_are_led_to_those_of_the_model(prefix):
     assert same(step.state_dict()["model"], trained()["model"])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Casting complex")
-@table(1, "start", range(3))
+@pytest.mark.parametrize("start", range(3))
 def test_every_damage_of_every_entry(start):
     step, batch = make(), batches(1)[0]
     step(*batch)
@@ -205,8 +206,9 @@ KEEPING = {"AdamW": {}, "SGD momentum": {}, "RMSprop": {}, "FusedAdam": {}, "SGD
 FROZEN = r"belong to parameter '0\.\w+', .* Call requires_grad_\(True\) on it before"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage")
-@table(2, "name", list(KEEPING))
+@pytest.mark.parametrize("name", list(KEEPING))
 def test_what_is_kept_of_a_parameter_that_is_frozen_where_dcp_loads_is_not_lost(name, tmp_path):
     step, refused, loaded = [make(functools.partial(OPTIMIZERS[name], lr=0.01), **{"ema": None, **KEEPING[name]})
                              for _ in range(3)]

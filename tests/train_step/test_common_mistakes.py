@@ -280,6 +280,7 @@ def test_a_loss_of_what_is_no_tensor_leads_to_an_objective(output, key):
     torch.testing.assert_close(step(x, y), expected.detach())
 
 
+@pytest.mark.long
 def test_masks_with_a_dimension_of_channels_are_told_to_lose_it():
     model = nn.Conv2d(3, 5, 1)
     step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")

@@ -1090,8 +1090,9 @@ def test_a_cure_trains_what_the_program_trained(name):
             assert trained({**made(row, cured=False), "fallback": "transform"}, row.inner) == pytest.approx(expected, rel=row.rel)
 
 
-@table(1, "name", ["a_part_of_the_loss_that_is_kept", "positions_in_a_dictionary", "data_that_is_replaced", "weight_norm",
-                   "a_backward_hook_on_a_module", "pruning", "a_complex_pseudoinverse"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["a_part_of_the_loss_that_is_kept", "positions_in_a_dictionary", "data_that_is_replaced",
+                                  "weight_norm", "a_backward_hook_on_a_module", "pruning", "a_complex_pseudoinverse"])
 def test_a_cure_trains_so_under_inductor(name):
     row = CURES[name]
     assert trained(made(row, cured=True), "inductor") == pytest.approx(

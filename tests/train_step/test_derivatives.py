@@ -90,7 +90,8 @@ def of_images(channels):
     return nn.Sequential(nn.Unflatten(1, (4, channels // 4)), nn.InstanceNorm1d(4, affine=True), nn.Flatten())
 
 
-@table(1, "norm", [nn.BatchNorm1d, nn.LayerNorm, of_images])
+@pytest.mark.long
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm, of_images])
 def test_a_third_derivative_of_a_norm_is_right(norm):
     """That of torch takes the statistics for constants."""
     torch.manual_seed(0)
@@ -190,6 +191,7 @@ def test_a_tensor_that_is_to_require_a_gradient_is_refused_with_what_to_write(ma
     torch.testing.assert_close(step(X.clone()), expected.detach())
 
 
+@pytest.mark.long
 def test_a_forward_derivative_that_is_not_captured_leaves_autograd_on():
     """torch's frames, closed by the garbage collector, would switch it off for this thread."""
     def objective(model, x):

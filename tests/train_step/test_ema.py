@@ -246,6 +246,7 @@ def test_it_goes_on_from_a_checkpoint():
     assert_equal(step.state_dict()["ema"], state["ema"])
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_averages_begins_anew_and_one_with_them_loads_everywhere(caplog):
     step = make()
     model = Net()

@@ -13,7 +13,6 @@ from apexfx.compiler import prover
 from apexfx.optimizers import FusedAdam
 from apexfx.train_step.step_compiler import StepCompiler
 from tests.own_optimizers import RMSprop
-from tests.tables import table
 from tests.train_step.changing_models import WIDTH, Eager, Heads, assert_same_training, heads, samples
 from tests.train_step.test_step import SGD, Adam, assert_same
 
@@ -164,7 +163,8 @@ def test_a_parameter_is_not_frozen_in_the_middle_of_an_accumulation():
     step(*samples(1)[0])
 
 
-@table(1, "since", [2, 3])
+@pytest.mark.long
+@pytest.mark.parametrize("since", [2, 3])
 def test_a_parameter_that_was_unfrozen_is_trained_from_the_call_on_that_uses_it(since):
     step, reference = heads(accumulate=2), Eager(Heads(), accumulate=2)
     for place, ((x, y), head) in enumerate(zip(samples(6), (0, 0, 0, 1, 1, 0))):
@@ -184,6 +184,7 @@ def test_what_was_gathered_stays_when_the_optimizer_changes():
     assert_same_training(step, reference)
 
 
+@pytest.mark.long
 def test_float16_gradients_are_not_unscaled_in_float16():
     for options in ({"optimizer": RMSprop}, {"optimizer": Adam}, {"optimizer": FusedAdam, "keep_grads": True}):
         model = Heads()

@@ -181,6 +181,7 @@ def test_a_parameter_that_a_call_writes_is_refused_before_it_accumulates():
         step(*batches(1)[0])
 
 
+@pytest.mark.long
 def test_the_report_of_an_accumulating_step_says_what_its_graphs_are_for():
     step = make(accumulate=2)
     train_on(step, batches(2))
@@ -242,7 +243,8 @@ def default_dtype(request):
     torch.set_default_dtype(torch.float32)
 
 
-@table(1, "optimizer", [AdamW, FusedNovoGrad])
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", [AdamW, FusedNovoGrad])
 def test_any_default_dtype(default_dtype, optimizer):
     def train():
         step = make(optimizer, model=model, accumulate=2, max_grad_norm=0.1, loss_scale="dynamic")

@@ -114,6 +114,7 @@ def test_without_the_precision_pass_a_step_computes_as_the_model_is_written(name
     assert not any("are half" in note for note in step.report.notes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bfloat16", "adapters"])
 def test_the_first_ratio_to_log_probabilities_of_the_model_itself_is_1(kind):
     def policy(model, ids, old):

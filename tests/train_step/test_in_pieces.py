@@ -118,7 +118,9 @@ def test_clipping_and_accumulation_are_those_of_eager_torch(optimizer, options):
     assert ("Adagrad updates outside of the graph" in str(step.report)) == (optimizer is Adagrad)
 
 
-@table(1, "options", [{"opt_level": "O2", "dtype": "float16", "max_grad_norm": 0.1}, {"accumulate": 2, "loss_scale": 1024.0}])
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"opt_level": "O2", "dtype": "float16", "max_grad_norm": 0.1},
+                                     {"accumulate": 2, "loss_scale": 1024.0}])
 def test_it_is_the_step_of_one_graph_bit_by_bit(options):
     whole, pieces = make(model=Broken(lambda x: None), **options), make(**options)
     for batch in batches(4):
@@ -209,6 +211,7 @@ def test_under_inductor():
     same(step.model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_what_changes_between_two_calls_is_seen():
     data = batches(6)
     step, reference = make(SGD, {"lr": 0.1}), Broken()
@@ -348,7 +351,8 @@ def fails(x):
     return Fails.apply(x)
 
 
-@table(1, "trains", [True, False], ids=["statistics change", "nothing changes"])
+@pytest.mark.long
+@pytest.mark.parametrize("trains", [True, False], ids=["statistics change", "nothing changes"])
 def test_a_backward_that_fails_changes_nothing_but_statistics(trains):
     step = make(loss_fn=lambda y, t: F.cross_entropy(fails(y), t))
     step.model.train(trains)

@@ -67,7 +67,8 @@ OPTIONS = {"alone": {}, "clipped": {"max_grad_norm": 0.05}, "safe": {"safeguard"
            "outside": {"optimizer": RMSprop}, "in pieces": {"fallback": "transform"}}
 
 
-@table(3, "accumulate, options", itertools.product(UPDATES, OPTIONS))
+@pytest.mark.long
+@pytest.mark.parametrize("accumulate, options", itertools.product(UPDATES, OPTIONS))
 def test_calls_with_other_counts_are_one_batch(accumulate, options):
     options = dict(OPTIONS[options])
     kind = options.pop("optimizer", lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
@@ -148,7 +149,8 @@ def test_means_add_up_each_with_its_own_count(dtype):
         assert torch.equal(sum([mean, mean, -mean], start).value, mean.value)
 
 
-@table(1, "counts", [(0, 6), (6, 0)])
+@pytest.mark.long
+@pytest.mark.parametrize("counts", [(0, 6), (6, 0)])
 def test_a_total_of_none_is_left_out_in_any_order(counts):
     expected, model = net(), net()
     step = make(model, lambda m, x, y, more: apexfx.Mean(total(m, x, y) + more, (y != IGNORED).sum()), accumulate=2)
@@ -163,6 +165,7 @@ def test_a_total_of_none_is_left_out_in_any_order(counts):
     assert step.updated and step.mean_loss.isfinite()
 
 
+@pytest.mark.long
 def test_running_statistics_stay_where_nothing_is_counted(tmp_path):
     """And a safeguard has nothing to tell: it is no fault, and its norm is in no average."""
     class Normed(nn.Module):
@@ -194,6 +197,7 @@ def test_what_counts_nothing_says_nothing_of_the_loss_scale(safeguard):
         assert step.state_dict()["scaler"]["growth_tracker"] == expected
 
 
+@pytest.mark.long
 def test_what_counts_nothing_does_not_end_skips_in_a_row():
     step = make(net(), lambda m, x, y, factor: apexfx.Mean(total(m, x, y) * factor, (y != IGNORED).sum()),
                 safeguard=apexfx.Safeguard(max_consecutive_skips=2))
@@ -203,6 +207,7 @@ def test_what_counts_nothing_does_not_end_skips_in_a_row():
         step(*batch(1, 4), torch.tensor(math.nan))
 
 
+@pytest.mark.long
 def test_a_flush_of_calls_that_reach_nothing_trained_leaves_no_count():
     expected, model = net(), net()
     step = make(model, lambda m, x, y, leaf=None: apexfx.Mean(total(m, x, y) if leaf is None else leaf.sum(),
@@ -230,8 +235,9 @@ def test_what_is_refused(name):
         make(net(), function, accumulate=2)(*batch(1, 4))
 
 
-@table(1, "first, accumulate, fallback", [(first, *options) for first in ("mean", "scalar")
-                                          for options in ((2, None), (3, None), (2, "transform"))])
+@pytest.mark.long
+@pytest.mark.parametrize("first, accumulate, fallback", [(first, *options) for first in ("mean", "scalar")
+                                                         for options in ((2, None), (3, None), (2, "transform"))])
 def test_a_mean_and_a_scalar_are_not_accumulated_together(first, accumulate, fallback):
     """And what is refused has changed nothing: the calls that accumulate go on, graphs that have run before included."""
     def mixed(model, ids, labels):

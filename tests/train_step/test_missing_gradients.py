@@ -122,7 +122,8 @@ def test_each_parameter_has_a_gradient_of_its_own(inner):
     assert torch.equal(model[1].grad, torch.ones(2))
 
 
-@table(1, "num_heads, scale", [(2, 8.0), (3, None)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_heads, scale", [(2, 8.0), (3, None)])
 def test_heads_that_take_turns_are_corrected_by_their_own_counts(num_heads, scale):
     step, reference = heads(model=Heads(num_heads), loss_scale=scale), Eager(Heads(num_heads))
     for place, (x, y) in enumerate(samples(4 * num_heads)):

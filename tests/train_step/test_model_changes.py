@@ -141,7 +141,9 @@ def test_another_object_in_the_place_of_a_global_one_is_seen(kinds):
         assert_same(step(x, y), F.mse_loss(expected, y).detach())
 
 
-@table(1, "options", [{}, {"objective": branching(F.mse_loss), "fallback": "transform"}], ids=["one graph", "in pieces"])
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"objective": branching(F.mse_loss), "fallback": "transform"}],
+                         ids=["one graph", "in pieces"])
 def test_layers_that_are_frozen_and_unfrozen(options):
     step, reference = heads(**options), Eager(Heads())
     for place, batch in enumerate(samples(5)):
@@ -182,6 +184,7 @@ def test_a_hook_that_would_not_run_is_refused_when_made_and_later(register, what
     step(*samples(1)[0])
 
 
+@pytest.mark.long
 def test_a_dynamic_batch_compiles_one_graph():
     step = make(SGD, {"lr": 0.1}, dynamic=True)
     reference = net()
@@ -217,6 +220,7 @@ class CountsOnALayer(nn.Module):
         return y * self.same[0].calls
 
 
+@pytest.mark.long
 def test_attributes_that_are_set_on_a_layer_while_a_copy_stands_in_for_it():
     model, reference, x = CountsOnALayer(), CountsOnALayer(), torch.ones(5, 2, 4)
     step = apexfx.train_step(model, objective=lambda m, x: m(x).square().mean(), optimizer=SGD(model.parameters(), lr=0.1),

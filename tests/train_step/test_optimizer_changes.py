@@ -19,7 +19,8 @@ from tests.train_step.changing_models import WIDTH, Eager, Heads, assert_same_tr
 from tests.train_step.test_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
 
 
-@table(1, "option", [{"maximize": True}, {"amsgrad": True}, {"betas": (0.5, 0.9)}, {"weight_decay": 0.5}], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("option", [{"maximize": True}, {"amsgrad": True}, {"betas": (0.5, 0.9)}, {"weight_decay": 0.5}], ids=str)
 def test_an_option_set_on_the_way_is_that_of_the_next_step(option):
     step, reference = heads(), Eager(Heads())
     for place, (x, y) in enumerate(samples(4)):
@@ -45,7 +46,8 @@ def test_an_option_of_a_loaded_state_is_that_of_the_next_step():
     assert "Adam.step(), traced" in str(step.report)
 
 
-@table(1, "optimizer", [SGD, FusedSGD])
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", [SGD, FusedSGD])
 def test_momentum_that_comes_and_goes(optimizer):
     step, reference = heads(optimizer), Eager(Heads(), optimizer)
     for momentum, batch in zip((0.0, 0.9, 0.9, 0.0, 0.5), samples(5)):
@@ -120,8 +122,9 @@ def loaded_twice(optimizer):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-@table(2, "change", [clear, clear_one, new_moments, new_groups, new_dictionary, moved_moments, swapped_moments,
-                     fewer_parameters, reordered_state, loaded_twice])
+@pytest.mark.long
+@pytest.mark.parametrize("change", [clear, clear_one, new_moments, new_groups, new_dictionary, moved_moments, swapped_moments,
+                                    fewer_parameters, reordered_state, loaded_twice])
 def test_a_change_of_the_optimizer_is_seen(change):
     step, reference = heads(), Eager(Heads())
     for place, batch in enumerate(samples(5)):
@@ -134,6 +137,7 @@ def test_a_change_of_the_optimizer_is_seen(change):
     assert_same_training(step, reference)
 
 
+@pytest.mark.long
 def test_state_that_is_new_where_another_update_of_several_calls_is_compiled():
     step, reference = heads(accumulate=2), Eager(Heads(), accumulate=2)
     for place, batch in enumerate(samples(8)):
@@ -158,6 +162,7 @@ def test_state_that_equals_what_it_replaces_is_the_one_that_a_step_updates():
         assert not torch.equal(held[name], before), name
 
 
+@pytest.mark.long
 def test_a_parameter_that_another_group_takes_over():
     """All parameters together are in the order that they were in."""
     def in_groups(params, lr):
@@ -174,6 +179,7 @@ def test_a_parameter_that_another_group_takes_over():
     assert_same_training(step, reference)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("losses", [(F.mse_loss, F.l1_loss)])
 def test_two_steps_on_one_optimizer_and_torchs_own_between(losses):
     model, reference = Heads(), Heads()
@@ -217,6 +223,7 @@ def test_a_step_that_was_replaced_on_the_instance_is_called():
     assert calls == [1]
 
 
+@pytest.mark.long
 def test_an_optimizer_with_a_step_of_its_own_kind():
     class Own(SGD):
         def step(self):
@@ -295,6 +302,7 @@ def test_masters_without_momentum():
     assert all(torch.equal(master.bfloat16(), p) for master, p in zip(*mine))
 
 
+@pytest.mark.long
 def test_a_hyperparameter_that_is_a_tensor_is_read_as_a_number_whenever_it_changes():
     def numbers():
         return {"lr": 0.01, "betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False}

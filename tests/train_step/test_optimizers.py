@@ -128,7 +128,8 @@ def test_twenty_steps_are_torchs_own_and_a_checkpoint_of_either_resumes_in_the_o
     assert len(step.report.graphs) == 1 + dampens(optimizer) + traced_again
 
 
-@table(1, "case", HARDEST, ids=name_of)
+@pytest.mark.long
+@pytest.mark.parametrize("case", HARDEST, ids=name_of)
 def test_a_skipped_step_changes_no_bit(case):
     model = Net()
     optimizer = made(case, model)
@@ -167,6 +168,7 @@ def muon_and_adamw(model, lr=0.02):
     return [optim.Muon([model.body.weight], lr=lr), optim.AdamW(model.heads.parameters(), lr=0.01)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_several_optimizers_clip_one_norm_and_are_saved_as_a_list(inner):
     model, reference = Net(), Net()
@@ -294,7 +296,8 @@ def change_all_numbers(optimizer, place):
                 each[name] = number if name == "t0" else {"weight_decay": 0.01}.get(name, number) * (0.9 + place / 100)
 
 
-@table(1, "case", CASES, ids=name_of)
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_schedule_of_every_number_of_a_group_compiles_twice(case):
     model, reference, optimizer, theirs, step = beside(lambda net: made(case, net))
     for place, batch in enumerate(batches(10)):

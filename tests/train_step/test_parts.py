@@ -103,6 +103,7 @@ def test_a_step_with_parts_trains_as_the_loop(optimizer, options):
     assert len({graph.index for graph in step.report.graphs}) == options.get("accumulate", 1)
 
 
+@pytest.mark.long
 def test_under_inductor_as_in_eager():
     steps = [make(inner=inner, max_grad_norm=0.1, loss_scale="dynamic") for inner in ("eager", "inductor")]
     for inputs, targets in [*batches(3), (torch.full((5, 6), math.nan), torch.ones(5, 3)), *batches(1)]:
@@ -113,6 +114,7 @@ def test_under_inductor_as_in_eager():
     assert_close(compiled["model"], eager["model"])
 
 
+@pytest.mark.long
 def test_a_part_that_sets_no_gradient_leaves_half_ones_as_they_are():
     steps = [make(parts=parts, opt_level="O2", dtype=torch.float16) for parts in ([Before()], [])]
     for inputs, targets in batches(3):
@@ -165,6 +167,7 @@ def test_a_parameter_without_a_gradient_has_a_norm_of_0():
     assert norms["used.weight"] > 0 and norms["other.weight"] == norms["other.bias"] == 0
 
 
+@pytest.mark.long
 def test_a_part_is_a_line_of_the_report_and_a_constant_of_the_graph():
     step, other = (make(parts=[AdaptiveClip(share)]) for share in (0.05, 0.5))
     for each in (step, other):
@@ -174,6 +177,7 @@ def test_a_part_is_a_line_of_the_report_and_a_constant_of_the_graph():
     assert not torch.equal(step.model[0].weight, other.model[0].weight)
 
 
+@pytest.mark.long
 def test_a_state_without_a_slot_begins_anew(caplog):
     step, plain = make(), make(parts=[GradientNorms()])
     step(*batches(1)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -160,8 +161,9 @@ def train(between, place, way, level, **options):
     return found, model
 
 
-@table(3, "form, place, way, level", [(form, place, way, level) for form in FORMS for place in ("forward", "objective")
-                                      for way in ("step", "pieces") for level in ("O0", "O2", "O3")])
+@pytest.mark.long
+@pytest.mark.parametrize("form, place, way, level", itertools.product(
+    FORMS, ("forward", "objective"), ("step", "pieces"), ("O0", "O2", "O3")))
 def test_it_is_what_eager_raises_and_the_next_batch_trains(form, place, way, level):
     options = {"fallback": "transform"} if way == "pieces" else {}
     (expected, eager), (found, model) = train(FORMS[form], place, "eager", "O0"), train(FORMS[form], place, way, level, **options)
@@ -179,6 +181,7 @@ def test_it_is_what_eager_raises_and_the_next_batch_trains(form, place, way, lev
         torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-5 if level == "O0" else 0.1, atol=1e-6 if level == "O0" else 0.02)
 
 
+@pytest.mark.long
 def test_a_loop_skips_more_such_batches_than_dynamo_recompiles_for():
     model = Net(FORMS["a subclass of RuntimeError"])
     step = apexfx.train_step(model, objective=lambda model, x, bad: model(x, bad).square().mean(), opt_level="O0", inner="eager",

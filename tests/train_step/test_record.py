@@ -111,7 +111,8 @@ def node_of(data, **values):
     return next(node for node in data["graph"]["nodes"] if all(node[name] == value for name, value in values.items()))
 
 
-@table(1, "name", RUNS)
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
 def test_a_new_process_computes_the_same_bits(name, spikes):
     text, same = fresh_process.call(replay, str(spikes(name)[0]))
     assert same and "\nthe same bits in all of" in text
@@ -128,6 +129,7 @@ def test_a_bundle_computes_what_the_step_computed(name, spikes):
     assert name == "inductor" or {digest(loss), digest(norm)} <= set(read.data["digests"].values())
 
 
+@pytest.mark.long
 def test_the_command_says_what_was_recorded(recorded, capsys):
     assert main(["replay", str(recorded)]) == 0
     out = capsys.readouterr().out
@@ -145,6 +147,7 @@ def test_the_first_node_that_differs_is_named(copied):
     assert not same and "the first is relu: aten.neg.default" in text
 
 
+@pytest.mark.long
 def test_an_update_that_differs_is_named(tmp_path):
     step = make()
     step(X, Y, ONE)
@@ -263,6 +266,7 @@ def guarded(folder, **options):
     return apexfx.Safeguard(record_dir=folder, **options)
 
 
+@pytest.mark.long
 def test_skipped_steps_are_recorded(tmp_path, caplog):
     text = train(make(model=Small, safeguard=guarded(tmp_path / "failures")), caplog)
     path, = (tmp_path / "failures").iterdir()
@@ -280,6 +284,7 @@ def test_what_is_recorded_is_not_trained_otherwise(tmp_path):
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.long
 def test_a_bundle_of_a_model_that_was_changed_since_says_so(tmp_path):
     step = make(model=Small, safeguard=apexfx.Safeguard(spike_factor=2.0, window=1))
     step(X, Y, ONE)
@@ -293,6 +298,7 @@ def test_a_bundle_of_a_model_that_was_changed_since_says_so(tmp_path):
     assert [as_recorded for _, as_recorded in replays] == [True, False]
 
 
+@pytest.mark.long
 def test_a_bundle_has_the_rates_of_a_call_after_which_parameters_are_counted_apart(tmp_path):
     model, x = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), torch.ones(2, 3)
     step = apexfx.train_step(model, objective=lambda m, x: m[0](x).square().mean(), inner="eager", opt_level="O0", safeguard=True,
@@ -334,7 +340,8 @@ def test_the_last_step_before_an_error_is_recorded(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["call-1-rank-0"]
 
 
-@table(1, "broken", ["torch.save", "os.replace", "pathlib.Path.mkdir"])
+@pytest.mark.long
+@pytest.mark.parametrize("broken", ["torch.save", "os.replace", "pathlib.Path.mkdir"])
 def test_a_full_disk_is_a_warning(broken, tmp_path, caplog, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -353,6 +360,7 @@ def test_a_tensor_where_another_was_freed_is_not_of_the_call():
     assert call.batch_has_changed()
 
 
+@pytest.mark.long
 def test_what_cannot_be_recorded_says_why(tmp_path):
     step = make(model=Small)
     with pytest.raises(RuntimeError, match="no last call"):

@@ -128,7 +128,8 @@ def kinds_of(rng, count):
     return [GOOD] * 4 + rng.choices([GOOD, NAN_INPUT, INFINITE, SPIKE], weights=[5, 1, 1, 1], k=count)
 
 
-@table(1, "style", STYLES)
+@pytest.mark.long
+@pytest.mark.parametrize("style", STYLES)
 def test_a_skipped_step_leaves_nothing_behind(style):
     options = dict(STYLES[style])
     step = make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4), **options)
@@ -152,6 +153,7 @@ def test_many_random_sequences(style, seed):
     run(step, kinds_of(rng, 200), Automaton(window, factor, STYLES[style].get("accumulate", 1)), seed)
 
 
+@pytest.mark.long
 def test_without_a_bad_step_it_is_the_same_training():
     plain, safe = make(safeguard=None), make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4))
     for step in (plain, safe):
@@ -165,6 +167,7 @@ def test_without_a_bad_step_it_is_the_same_training():
         plain.events  # noqa: B018
 
 
+@pytest.mark.long
 def test_a_spike_leaves_the_loss_scale_alone_and_an_overflow_does_not():
     step = make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=2), loss_scale="dynamic")
     generator = torch.Generator().manual_seed(0)
@@ -178,6 +181,7 @@ def test_a_spike_leaves_the_loss_scale_alone_and_an_overflow_does_not():
     assert step.events[-1].reason == "not finite" and step.loss_scale == before / 2
 
 
+@pytest.mark.long
 def test_an_event_names_the_parameter():
     class Own(torch.autograd.Function):
         @staticmethod
@@ -216,7 +220,8 @@ def test_an_event_says_why_no_op_was_searched():
     assert "batch[0]" in step.events[-1].where and step.events[0].where.startswith("op not searched")
 
 
-@table(1, "frozen", [False, True])
+@pytest.mark.long
+@pytest.mark.parametrize("frozen", [False, True])
 def test_an_event_names_the_parameter_as_the_call_had_them(frozen):
     """A call that leaves parameters out, or trains others, puts all that come behind them into another order."""
     model = nn.ModuleDict({name: nn.Linear(4, 3) for name in ("shared", "one", "other")})
@@ -234,6 +239,7 @@ def test_an_event_names_the_parameter_as_the_call_had_them(frozen):
     assert step.events[-1].parameter == "other.bias"
 
 
+@pytest.mark.long
 def test_too_many_in_a_row_raise():
     step = make(safeguard=apexfx.Safeguard(max_consecutive_skips=3))
     generator = torch.Generator().manual_seed(0)
@@ -265,6 +271,7 @@ def test_the_first_skip_is_logged_and_the_tenth(loss_scale, caplog):
     assert step.skipped == 11 and logged(GOOD) == [] and logged(NAN_INPUT) == ["1 step"]
 
 
+@pytest.mark.long
 def test_flush_of_a_bad_batch_takes_everything_back():
     step = make(accumulate=3, safeguard=apexfx.Safeguard(max_consecutive_skips=1))
     generator = torch.Generator().manual_seed(0)
@@ -283,6 +290,7 @@ def test_flush_of_a_bad_batch_takes_everything_back():
             step(*batch(kind, generator))
 
 
+@pytest.mark.long
 def test_it_goes_on_from_a_checkpoint_and_loads_one_without():
     step, other = (make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4)) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
@@ -300,7 +308,8 @@ def test_it_goes_on_from_a_checkpoint_and_loads_one_without():
     assert other.events == [] and other.skipped == 0
 
 
-@table(1, "change", [lambda t: t[:-1] if t.dim() > 1 else t[None], lambda t: F.pad(t, (0, 1))])
+@pytest.mark.long
+@pytest.mark.parametrize("change", [lambda t: t[:-1] if t.dim() > 1 else t[None], lambda t: F.pad(t, (0, 1))])
 def test_a_state_of_another_shape_is_refused_before_anything_is_loaded(change):
     step, other = make(safeguard=True), make(safeguard=True)
     other(*batch(GOOD, torch.Generator().manual_seed(0)))
@@ -325,7 +334,8 @@ def test_calls_that_reach_nothing_trained_are_counted_among_the_batches():
     assert step.events[-1].batches == (2, 3)
 
 
-@table(1, "saved, loads", [("dynamic", None), (None, "dynamic")])
+@pytest.mark.long
+@pytest.mark.parametrize("saved, loads", [("dynamic", None), (None, "dynamic")])
 def test_events_go_along_to_a_step_of_another_loss_scale(saved, loads):
     before, step = (make(safeguard=True, loss_scale=scale) for scale in (saved, loads))
     one = batch(NAN_INPUT, torch.Generator().manual_seed(0))
@@ -401,7 +411,8 @@ def test_a_buffer_that_was_none_is_none_again():
     assert means == [None, 1.0, 1.0, 1.5]
 
 
-@table(1, "accumulate", [1, 2])
+@pytest.mark.long
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_buffer_that_a_forward_drops_is_there_again(accumulate):
     class Drops(nn.Linear):
         def __init__(self):
@@ -466,6 +477,7 @@ def test_options_are_checked(options):
         apexfx.Safeguard(**options)
 
 
+@pytest.mark.long
 def test_what_a_call_kept_that_did_not_run_is_forgotten():
     generator = torch.Generator().manual_seed(0)
     step = make()

@@ -187,6 +187,7 @@ def test_a_parameter_that_becomes_a_dtensor_is_refused(sharded):
             step(*batch())
 
 
+@pytest.mark.long
 def test_what_a_call_does_otherwise_is_refused():
     with fake_process_group(4):
         step = make(shard(Writes()))

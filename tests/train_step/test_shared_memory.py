@@ -192,7 +192,8 @@ def write(state, key):
     state[key].fill_(0.5)
 
 
-@table(1, ("optimizer", "key", "change", "name"), [
+@pytest.mark.long
+@pytest.mark.parametrize(("optimizer", "key", "change", "name"), [
     (Adam, "step", move, "weight"), (Adam, "step", write, "bias"), (RAdam, "step", move_and_write, "weight"),
     (RAdam, "step", write, "bias")])
 def test_a_number_of_the_state_that_is_moved_or_written_is_read_again(change, optimizer, key, name):

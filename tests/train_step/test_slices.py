@@ -68,6 +68,7 @@ def test_an_update_is_that_of_one_batch_of_all_slices(options):
     assert step.grad_norm > 0.1
 
 
+@pytest.mark.long
 def test_an_update_over_no_word_changes_nothing():
     step = step_of(net(), of_words)
     before = copy.deepcopy(step.model.state_dict())
@@ -77,6 +78,7 @@ def test_an_update_over_no_word_changes_nothing():
     torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_random_numbers_follow_from_the_seed_alone():
     losses = []
     for seed, of_user in ((5, 1), (5, 2), (6, 1)):
@@ -108,7 +110,8 @@ class Counts(nn.Module):
         return self.norm(self.layer(x)) + self.table
 
 
-@table(1, "safe", [False, True])
+@pytest.mark.long
+@pytest.mark.parametrize("safe", [False, True])
 def test_what_a_forward_writes_begins_as_the_update_did(safe):
     torch.manual_seed(0)
     model = Counts()
@@ -180,6 +183,7 @@ def test_options_that_do_not_fit_are_refused(options, message):
         step_of(net(), **options)
 
 
+@pytest.mark.long
 def test_an_update_is_whole_or_not_there():
     step, data = step_of(net(), max_grad_norm=1.0, safeguard=True), batches(SLICES)
     step.flush()  # nothing is there
@@ -197,6 +201,7 @@ def test_an_update_is_whole_or_not_there():
     assert other.digest() == whole
 
 
+@pytest.mark.long
 def test_the_slice_that_is_not_finite_is_named_and_recorded(tmp_path):
     step, data = step_of(net(nn.Dropout(0.2)), safeguard=True, slices=8, max_grad_norm=1.0), batches(16)
     data[8 + 5][0][2, 1] = torch.inf
@@ -212,6 +217,7 @@ def test_the_slice_that_is_not_finite_is_named_and_recorded(tmp_path):
     assert same and "\nnot finite: nothing\n" in text and "event" not in text
 
 
+@pytest.mark.long
 def test_a_slice_is_found_behind_those_whose_batch_was_written():
     step, held = step_of(net(), safeguard=True), torch.empty(6, 5, dtype=torch.float64)
     data = batches(SLICES)
@@ -221,6 +227,7 @@ def test_a_slice_is_found_behind_those_whose_batch_was_written():
     assert step.events[-1].where.endswith(f"in slice {SLICES - 1}")
 
 
+@pytest.mark.long
 def test_what_is_written_between_slices_is_refused():
     """A rank that computes fewer of them would have read it before."""
     step, data = step_of(net(nn.BatchNorm1d(4).double())), batches(SLICES)
@@ -238,6 +245,7 @@ def test_what_is_written_between_slices_is_refused():
         step(*data[1])
 
 
+@pytest.mark.long
 def test_a_digest_is_of_every_bit_and_no_run():
     step, other = make("convolution"), make("convolution")
     assert step.digest() == other.digest()
@@ -250,7 +258,8 @@ def test_a_digest_is_of_every_bit_and_no_run():
     assert other.digest() != name
 
 
-@table(1, "way", ["torch.save", "dcp"])
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["torch.save", "dcp"])
 def test_a_checkpoint_goes_on_to_the_same_bits(way, tmp_path):
     step = make("convolution")
     digests = train(step, "convolution", range(2))
@@ -268,6 +277,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits(way, tmp_path):
     assert train(again, "convolution", [2]) == expected[2:]
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_machine_warns_once_by_name(caplog):
     step = make("heads")
     train(step, "heads", [0])
@@ -301,7 +311,8 @@ class Keeps(nn.Linear):
         return F.dropout(super().forward(x), 0.1) * (1 + self.calls)
 
 
-@table(1, "counts", [0, 1])
+@pytest.mark.long
+@pytest.mark.parametrize("counts", [0, 1])
 def test_check_splits_finds_what_a_forward_keeps_elsewhere(counts):
     step = step_of(Keeps(counts))
     (x, t), = batches(1)
@@ -320,6 +331,7 @@ def test_check_splits_finds_what_a_forward_keeps_elsewhere(counts):
         apexfx.check_splits(step_of(net(), slices=None), x, t, bits=True)
 
 
+@pytest.mark.long
 def test_check_loop_compares_with_a_loop_that_accumulates():
     def update(model, optimizer, batches):
         optimizer.zero_grad()

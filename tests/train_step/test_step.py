@@ -172,6 +172,7 @@ def test_a_cpp_wrapper_gives_the_same_bits():
     assert_same(*(step.model.state_dict() for step in steps))
 
 
+@pytest.mark.long
 def test_options_reach_inductor():
     net = nn.Linear(2, 2)
     step = apexfx.train_step(net, F.mse_loss, SGD(net.parameters(), lr=0.1), opt_level="O0",
@@ -292,6 +293,7 @@ def test_the_scale_is_that_of_an_automaton(num_seeds, length, monkeypatch):
             assert all((p == updates).all() for p in params), f"seed {seed}"
 
 
+@pytest.mark.long
 def test_a_scale_that_backs_off_for_long_can_still_be_divided_by():
     step, [(inputs, targets)] = make(loss_scale="dynamic", model=net().eval()), batches(1)
     for factor in [math.nan] * 50 + [1.0]:
@@ -308,6 +310,7 @@ def test_float16_has_a_dynamic_scale_and_bfloat16_none():
     assert make(opt_level="O2", dtype="bfloat16").loss_scale == 1.0
 
 
+@pytest.mark.long
 def test_skips_in_a_row_are_said(caplog):
     step = make(model=net().eval(), loss_scale="dynamic")
     [(inputs, targets)] = batches(1)
@@ -525,6 +528,7 @@ def test_a_loss_that_cannot_train_is_refused_and_nothing_has_changed():
     assert optimizer.state and not torch.equal(model[6].weight, before[0]["6.weight"])
 
 
+@pytest.mark.long
 def test_a_loss_scale_is_float32_whatever_number_is_given():
     torch.set_default_dtype(torch.float64)
     try:
@@ -611,6 +615,7 @@ def test_what_a_loop_calls_of_others_is_led_to_them():
         copy.deepcopy(step)
 
 
+@pytest.mark.long
 def test_a_model_in_eval_mode_is_said_once_behind_each_evaluation(caplog):
     model = net().insert(5, nn.Dropout())
     model[1].eval()  # a frozen batch norm is meant
@@ -638,6 +643,7 @@ class Forgets(apexfx.Pass):
         return torch.fx.passes.infra.pass_base.PassResult(gm, True)
 
 
+@pytest.mark.long
 def test_what_a_pass_does_to_parameters_is_seen():
     step = make(verify="each", max_grad_norm=1.0, loss_scale=256.0)
     step(*batches(1)[0])
@@ -716,6 +722,7 @@ def test_a_capture_inside_of_another_leaves_its_settings(monkeypatch):
     assert left == [(True, True)] * 2 and dynamo_config.get_config_copy() == before
 
 
+@pytest.mark.long
 def test_the_first_batch_is_not_kept():
     step, [(x, y)] = make(SGD), batches(1)
     step(x, y)

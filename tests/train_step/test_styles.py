@@ -163,6 +163,7 @@ def test_a_step_that_dynamo_does_not_compile_is_told():
     step(*batches(1)[0])
 
 
+@pytest.mark.long
 def test_float16_autocast_trains_with_a_scale():
     with torch.autocast("cpu", torch.float16):
         make(loss_scale="dynamic")(*batches(1)[0])
@@ -185,6 +186,7 @@ class CheckpointedAttention(nn.Module):
         return checkpoint(self.attention, y, y, y, need_weights=False, use_reentrant=False)[0].squeeze(0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_attention_inside_of_a_checkpoint_is_computed_again(inner):
     """Torch marks the op as random, whatever it drops out."""
@@ -225,6 +227,7 @@ class Decays(nn.Module):
         return (self.w * x * self.factor).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_number_that_the_forward_changes_is_followed_until_too_many_graphs_are_made_for_it(inner):
     model, reference = Decays(), Decays()
@@ -239,6 +242,7 @@ def test_a_number_that_the_forward_changes_is_followed_until_too_many_graphs_are
             step(torch.ones(3))
 
 
+@pytest.mark.long
 def test_a_list_of_numbers_that_changes_is_warned_of_by_its_name():
     def objective(m, x, advantages):
         return (m(x).flatten() * torch.tensor(advantages)).sum()
@@ -251,6 +255,7 @@ def test_a_list_of_numbers_that_changes_is_warned_of_by_its_name():
     assert "a graph is compiled for each value of advantages[0]: give it as a tensor" in step.report.notes[0]
 
 
+@pytest.mark.long
 def test_a_list_that_the_objective_appends_to_is_warned_of():
     kls = []
 
@@ -319,6 +324,7 @@ def test_a_backward_to_a_leaf_of_the_objective_s_own_is_that_of_eager():
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_call_where_no_loop_trains_is_refused(mode):
     step = heads()
@@ -373,6 +379,7 @@ class Counts(nn.Module):
         return self.student(x)
 
 
+@pytest.mark.long
 def test_looking_for_what_is_not_finite_leaves_the_model_alone(caplog):
     model = Counts()
     before = model.teacher.weight.clone()
@@ -384,6 +391,7 @@ def test_looking_for_what_is_not_finite_leaves_the_model_alone(caplog):
     assert_same(model.teacher.weight, before * 0.5**12)
 
 
+@pytest.mark.long
 def test_a_module_that_was_exported_computes_in_half_as_the_one_it_was_made_from():
     model, (batch,) = net(), batches(1)
     exported = copy.deepcopy(torch.export.export(model, batch[:1]).module())  # which has the same parameters

@@ -185,8 +185,9 @@ def check_text(name, how, call, step, error, phrases, logged):
         assert any(one in text for one in phrase.split("|")), (phrase, text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("branches", [False, True], ids=["one graph", "in pieces"])
-@table(1, "opt_level", ["O0", "O2"])
+@pytest.mark.parametrize("opt_level", ["O0", "O2"])
 def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(branches, opt_level, caplog):
     step = make(branches, opt_level=opt_level)
     by_keyword = make(branches, None, objective=objective, opt_level=opt_level)
@@ -207,6 +208,7 @@ def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(branches, opt_level
     by_keyword(x=X, labels=Y)
 
 
+@pytest.mark.long
 def test_a_wrong_first_call_decides_nothing_about_the_way_a_step_runs(caplog):
     step = make(fallback="transform")
     with pytest.raises(TypeError, match="missing 1 required"):
@@ -221,8 +223,9 @@ def test_a_wrong_first_call_decides_nothing_about_the_way_a_step_runs(caplog):
     assert "runs in pieces" in caplog.text and sum("runs in pieces" in note for note in step.report.notes) == 1
 
 
-@table(1, "branches", [False, True], ids=["one graph", "in pieces"])
-@table(1, "accumulate", [1, 2])
+@pytest.mark.long
+@pytest.mark.parametrize("branches", [False, True], ids=["one graph", "in pieces"])
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_batch_by_keyword_is_one_by_position(branches, accumulate):
     steps = [make(branches, None, objective=objective, accumulate=accumulate) for _ in range(2)]
     for _ in range(4):
@@ -277,6 +280,7 @@ def test_a_write_to_what_the_backward_reads_is_told_as_such(branches):
     assert raised.value.__notes__ == ["  model or loss writes in place what the backward reads; write it out of place: x = x + 1"]
 
 
+@pytest.mark.long
 def test_an_error_of_a_kernel_says_how_the_step_was_called():
     step = make(loss_fn=lambda out, labels: F.cross_entropy(out, labels * 1), inner="inductor", opt_level="O2", dtype="bfloat16")
     step(X, Y)
@@ -311,6 +315,7 @@ def test_a_position_behind_the_last_of_a_table_is_told_as_an_index():
         step(X, Y)
 
 
+@pytest.mark.long
 def test_sizes_that_differ_from_call_to_call_are_numbers_in_an_error():
     """Of an op, of torch's Python, and of a transformed model."""
     step, model = make(), apexfx.transform(Net(), opt_level="O0", inner="eager")

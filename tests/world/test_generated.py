@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from tests.tables import table
 from tests.world.generated import Program, Results, execute, judge, minimize, program, step_results
 
 in_eager = functools.partial(step_results, inner="eager")
@@ -13,7 +14,7 @@ in_eager = functools.partial(step_results, inner="eager")
 QUICK = (6, 8, 11)
 
 
-@pytest.mark.parametrize("seed", QUICK)
+@table(1, "seed", QUICK)
 def test_a_program_trains_as_in_float64(seed):
     verdict = judge(program(seed))
     assert verdict.category == "right", verdict
@@ -73,6 +74,7 @@ def objective(model, x):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["loss", "gradient of layer.weight", "gradient of layer.bias", "largest"])
 def test_the_judge_notices_one_wrong_number(name):
     made = execute(SMALL.format(factor=1))

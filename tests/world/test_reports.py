@@ -88,7 +88,8 @@ SUMS = {"a scalar": (400, {}), "flushed": (399, {}),
                             "fallback": "transform"})}
 
 
-@table(1, "form", SUMS)
+@pytest.mark.long
+@pytest.mark.parametrize("form", SUMS)
 def test_many_half_gradients_are_summed_in_float32(form):  # deepspeedai/DeepSpeed#1800
     """A sum in bfloat16 stands still at 256 of one number."""
     calls, options = SUMS[form]
@@ -138,6 +139,7 @@ def test_a_plateau_lowers_the_rate(way, tensor):  # pytorch/pytorch#163093
     torch.testing.assert_close(*models, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_what_is_computed_again_drops_the_same(level):  # pytorch/pytorch#190758
     results = []
@@ -164,6 +166,7 @@ def test_masters_of_bfloat16_parameters(way):  # NVIDIA/apex#1728
     torch.testing.assert_close(model.weight.float(), torch.full((3, 6), 0.99), rtol=0, atol=0.004)
 
 
+@pytest.mark.long
 def test_a_scale_goes_on_where_it_was():  # facebookresearch/fairseq2#1346, allenai/tango#154
     batches, curves = data(6), []
     for stops in (False, True):

@@ -21,6 +21,7 @@ from apexfx.tools.demo.train import Options, Result
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("sklearn"), reason="needs scikit-learn")
 
 
+@pytest.mark.long
 def test_digits_are_split_once_and_for_all():
     first, second = load_digits(), load_digits()
     assert torch.equal(first.test_images, second.test_images) and torch.equal(first.train_labels, second.train_labels)

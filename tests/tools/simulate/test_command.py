@@ -41,6 +41,7 @@ def test_the_numbers_are_those_of_the_library(capsys, tmp_path):
         assert f"{1e3 * made.step_s:.2f}" in out
 
 
+@pytest.mark.long
 def test_a_step_that_is_sharded_is_simulated(capsys, tmp_path):
     slow = ("--model", "mlp", "--ranks", "8", "--network", "ethernet-25g")
     steps = []

@@ -38,6 +38,7 @@ def communicated(tasks):
     return [("wait " if isinstance(task, Wait) else "") + task.name for task in tasks if not isinstance(task, Work)]
 
 
+@pytest.mark.long
 def test_a_model_under_fully_shard():
     tasks, _ = tasks_of(*two_layers(), shard="model", blocks="*")
     # The second is gathered while the first computes, and kept; the first is not read again, as the input has no gradient.
@@ -52,6 +53,7 @@ def test_a_model_under_fully_shard():
     assert {task.num_bytes for task in tasks if isinstance(task, Start) and task.name.startswith("gather 1")} == {2 * 512 * 513}
 
 
+@pytest.mark.long
 def test_an_update_that_is_shared():
     config = BucketConfig(message_size=64)
     tasks, _ = tasks_of(*two_layers(), shard="optimizer", config=config)
