@@ -232,6 +232,7 @@ def test_a_step_that_casts_half_parameters_is_told_from_a_loop_that_does_not(upd
     assert found.is_right and re.search(said, str(found)), str(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("update, options, said", [
     (plain, {"max_grad_norm": 99.0}, r"Nothing was clipped.*longest gradient has 1\.262 of max_grad_norm=99"),
     (functools.partial(plain, clip=99.0), {}, "The loop clips, and the step does not")], ids=["step", "loop"])

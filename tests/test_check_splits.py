@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import apexfx
+from tests.tables import table
 
 WORDS, IGNORED = 7, -100
 
@@ -173,7 +174,7 @@ SYNCED = {
 }
 
 
-@pytest.mark.parametrize("name", SYNCED)
+@table(1, "name", SYNCED)
 def test_synchronized_batch_norms_join_ranks_and_not_calls(name):
     """Of a split over calls, beside what the step really does."""
     def updates(model):

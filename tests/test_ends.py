@@ -22,6 +22,7 @@ from apexfx.fp16_utils import FP16_Optimizer
 from apexfx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.amp.amp_cases import fresh_state
 from tests.own_optimizers import RMSprop
+from tests.tables import table
 
 
 class Net(nn.Module):
@@ -431,7 +432,7 @@ EAGER_ENDS = ["overflow", "overflow_without_a_step", "backward_without_a_step", 
               "exception_in_no_sync", "overflow_without_a_step"]
 
 
-@pytest.mark.parametrize("name", EAGER)
+@table(9, "name", EAGER)
 def test_an_end_in_eager_leaves_the_next_steps_as_they_are(name):
     make = EAGER[name]
     ends = [end for end in EAGER_ENDS if hasattr(make.func, end) and not (name == "transform ddp" and "overflow" in end)]

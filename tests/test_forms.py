@@ -26,7 +26,7 @@ COMPILED = [(name, "step" if place % 2 and "step" in form.ways else "transform")
             for place, (name, form) in enumerate(FORMS.items()) if form.inductor]
 
 
-@table(23, ("name", "way", "level", "fallback"), ROWS)
+@table(12, ("name", "way", "level", "fallback"), ROWS)
 def test_every_form_trains_as_in_eager(name, way, level, fallback):
     form = FORMS[name]
     with torch._inductor.config.patch(fallback_random=fallback):

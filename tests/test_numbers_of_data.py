@@ -10,6 +10,7 @@ from torch import nn
 
 import apexfx
 from tests.forms import Bank, numbered, squares
+from tests.tables import table
 from tests.versions import refused_before
 from tests.ways import check, updates
 
@@ -61,7 +62,7 @@ def objective_that_logs(model, x):
                   "text": f"{kl.item():.3f}", "array": kl.numpy()}
 
 
-@pytest.mark.parametrize("inner, options", [("eager", {}), ("eager", {"accumulate": 2}), ("inductor", {})])
+@table(2, "inner, options", [("eager", {}), ("eager", {"accumulate": 2}), ("inductor", {})])
 def test_a_metric_may_be_read_in_the_objective(inner, options):
     model = nn.Linear(4, 2, dtype=torch.float64)
     eager = copy.deepcopy(model)

@@ -81,7 +81,7 @@ OF_ANOTHER_DEVICE = {
 
 
 @pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning", "ignore:.*CUDA is not available", "ignore:.*XPU")
-@table(3, ("form", "way", "level"), [
+@table(2, ("form", "way", "level"), [
     (form, way, level) for level in LEVELS for form in OF_ANOTHER_DEVICE for way in (*WAYS, "amp")])
 def test_a_region_of_another_device_changes_nothing(form, way, level):
     region, plain = OF_ANOTHER_DEVICE[form]

@@ -47,8 +47,9 @@ def trained(model):
     return [p.grad for p in model.parameters()] + list(model.buffers())
 
 
-@table(1, "again", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-          ids=["made", "copied", "pickled"])
+@pytest.mark.long
+@pytest.mark.parametrize("again", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+                         ids=["made", "copied", "pickled"])
 def test_named_methods_run_as_graphs(again):
     model = again(made())
     torch.testing.assert_close(trained(model), trained(Agent()))
@@ -113,6 +114,7 @@ def test_a_backward_without_a_graph_is_said_once(call):
     assert len(model.report.notes) == 1 and "other than forward (act, encode)" in model.report.notes[0]
 
 
+@pytest.mark.long
 def test_a_backward_behind_a_graph_is_not_remarked():
     model = made(methods=())
     for call in (model, model.act):

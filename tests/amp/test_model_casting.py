@@ -106,6 +106,7 @@ def test_inputs_of_any_kind_are_cast_or_left_alone():
     assert initialized(Looks())(x.double(), array, custom=Custom(x), packed=packed, module=nn.Linear(2, 2)).dtype == torch.float32
 
 
+@pytest.mark.long
 def test_model_outputs_of_transformers_keep_their_class():
     transformers = pytest.importorskip("transformers.modeling_outputs")
 

@@ -99,7 +99,8 @@ class Reads(nn.Module):
         return sum(each.float().pow(2).sum() for each in self.read(self, x))
 
 
-@table(1, "level", ["O0", "O1"])
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["O0", "O1"])
 @pytest.mark.parametrize("read", [read_from_data, by_rows])
 def test_numbers_and_sizes_that_are_read_from_data_are_in_one_graph(read, level):
     reference, model = Reads(read), transformed(Reads(read), opt_level=level, verify="off")

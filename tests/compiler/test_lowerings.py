@@ -23,6 +23,7 @@ def compiled(function, *inputs):
     return result, codes[-1][codes[-1].index("def call("):]
 
 
+@pytest.mark.long
 def test_products_are_written_into_their_slots():
     def gradients(a, b, c):
         return flatten_bucket([a.t() @ b, c.sum(0), b.t() @ c], [0, 16, 24], 64, torch.float32)

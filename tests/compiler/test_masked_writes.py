@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.forms import Masked, all_of_them, masked_batches, squares
-from tests.tables import table
 from tests.ways import check, updates
 
 
@@ -32,7 +31,8 @@ def of_function(model, h, mask):
     return h * torch.func.grad(energy)(model.token)
 
 
-@table(1, "write", [penalty, of_function])
+@pytest.mark.long
+@pytest.mark.parametrize("write", [penalty, of_function])
 def test_a_derivative_inside_of_the_loss_counts_rows_too(write):
     counted = [batch for batch in masked_batches() if (batch[0] > batch[1]).any()]
     check("step", lambda: Masked(write), lambda out, batch: out.square().sum(), counted, "O0", lr=1e-3)

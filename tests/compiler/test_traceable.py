@@ -98,6 +98,7 @@ def delete(model):
     del model[1][0].alias
 
 
+@pytest.mark.long
 def test_a_module_that_is_added_to_a_model_without_any_is_traced_too():
     source = nn.Sequential(nn.Linear(4, 4))
     model, reference = transformed(source), copy.deepcopy(source)
@@ -123,6 +124,7 @@ def test_the_running_statistics_of_an_average_are_computed_anew():
     assert averages[0].module[1].momentum == 0.1 and averages[0].module.report.graphs
 
 
+@pytest.mark.long
 def test_copies(pair):
     _, model, reference = pair
     compare(model, reference)
@@ -172,6 +174,7 @@ def test_a_forward_that_raises_leaves_the_users_modules():
     assert type(source[0].layer) is nn.LSTM and source[0].calls == 1
 
 
+@pytest.mark.long
 def test_a_model_transformed_twice_and_one_inside_of_another():
     source = model_of("recurrent")
     reference = copy.deepcopy(source)
@@ -244,6 +247,7 @@ class Unregistered(nn.Module):
         return y[0] if isinstance(y, tuple) else y
 
 
+@pytest.mark.long
 def test_what_the_module_itself_sets_in_a_call_stays():
     source = nn.Sequential(Unregistered(nn.LSTM(4, 4)))
     model = transformed(source)

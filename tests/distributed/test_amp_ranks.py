@@ -50,6 +50,7 @@ def test_an_overflow_on_one_rank_skips_on_both(rank, world_size):
         assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**15
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_training_in_parallel_equals_training_on_the_whole_batch(rank, world_size):
     for level in ("O0", "O1", "O2"):

@@ -200,6 +200,7 @@ def _lost(rank, world_size, folder, how):
     os._exit(0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank(how, tmp_path):
     run_ranks(_lost, 3, str(tmp_path), how, lost=[1])

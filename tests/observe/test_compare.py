@@ -184,6 +184,7 @@ def test_what_has_no_derivative_is_said():
     assert any("an op without a second derivative" in note for note in comparison.notes)
 
 
+@pytest.mark.long
 def test_the_verdict_names_no_share_where_shares_do_not_hold():
     comparison = apexfx.compare(apexfx.transform(Net("variance"), dtype=torch.bfloat16, inner="eager"), X)
     assert any("first order, and most of the error is not" in note for note in comparison.notes), comparison
@@ -244,6 +245,7 @@ def test_bits_that_are_seen_as_another_dtype_are_those_of_the_run():
     assert 0 < comparison.errors["output 0"] < 1e-5, comparison
 
 
+@pytest.mark.long
 def test_a_step_is_compared_by_its_own_loss():
     model = Net("overflow")
     step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), dtype=torch.float16, inner="eager")
@@ -359,6 +361,7 @@ class Branches(nn.Module):
         return torch.cond(h.sum() < 1e9, lambda h: (h + 300).bfloat16().float() - 300, lambda h: h * 3, (h,))  # branch
 
 
+@pytest.mark.long
 def test_a_cast_in_a_branch_is_seen():
     comparison = apexfx.compare(Branches(), X[..., :8])
     assert comparison[0].source == line_of("branch") and comparison.errors["output 0"] > 0.1, comparison
@@ -375,6 +378,7 @@ def test_what_a_loss_trains_goes_by_its_name():
     assert "gradient of objective.loss_fn.scale" in apexfx.compare(model, (X, X), loss_fn=loss).errors, "without an optimizer"
 
 
+@pytest.mark.long
 def test_it_goes_into_json():
     data = json.loads(json.dumps(apexfx.compare(Net("overflow").half(), X.half()).to_json()))
     assert data["rows"][0]["is_lost"] and data["rows"][0]["dtype"] == "f16" and data["errors"]["output 0"] == "inf"

@@ -171,6 +171,7 @@ def test_a_scale_that_was_halved_is_searched_as_it_was():
     assert step.loss_scale == 2.0**15 and "in the backward gives inf (float16)" in step.events[-1].where
 
 
+@pytest.mark.long
 def test_a_batch_that_was_written_is_not_searched():
     step, x = make(), X * math.nan
     step(x, "none")

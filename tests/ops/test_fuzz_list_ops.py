@@ -104,6 +104,7 @@ def campaign(seed: int, calls: int) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed, calls", [(0, 1000), pytest.param(1, 30_000, marks=pytest.mark.long)])
 def test_calls_give_a_result_or_an_exception(seed, calls):
     counts = fresh_process.call(campaign, seed, calls)

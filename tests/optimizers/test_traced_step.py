@@ -41,7 +41,8 @@ CASES = [
 ]
 
 
-@table(3, "case", CASES, ids=name_of)
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_twenty_steps_with_a_schedule_a_skip_and_a_checkpoint_are_those_of_its_own_step(case):
     model, reference, optimizer, theirs, step = beside(lambda net: made(case, net), loss_scale=1024.0)
     schedules = [optim.lr_scheduler.CosineAnnealingLR(each, 20) for each in (optimizer, theirs)]
@@ -123,7 +124,8 @@ def test_what_no_graph_holds_is_refused_by_its_line_and_nothing_of_it_is_changed
     assert all(each.value == was for each, was in variables)
 
 
-@table(1, "kind, reason", REFUSED)
+@pytest.mark.long
+@pytest.mark.parametrize("kind, reason", REFUSED)
 def test_what_no_graph_holds_runs_outside_of_it_and_the_report_has_the_line(kind, reason):
     model, reference, optimizer, theirs, step = beside(lambda net: kind(net.parameters(), lr=0.01))
     [note] = [note for note in step.report.notes if "outside of the graph" in note]
@@ -164,7 +166,8 @@ OPTIONS = {
 }
 
 
-@table(2, "name", OPTIONS)
+@pytest.mark.long
+@pytest.mark.parametrize("name", OPTIONS)
 def test_what_a_step_reads_of_its_optimizer_is_read_again_where_it_changes(name):
     model = Net()
     optimizer = foreign.OfOptions(model.parameters(), lr=0.1)
@@ -271,6 +274,7 @@ def test_rare_steps_are_those_of_eager(name):
         assert_same(*(each.state_dict()["state"] for each in (optimizer, theirs)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [foreign.Lion, foreign.AllCounted])
 def test_a_step_none_of_whose_parameters_has_a_gradient_does_what_its_own_does(kind):
     model, reference = Net(), Net()

@@ -173,6 +173,7 @@ def test_options_name_everything_the_rewrite_depends_on(tmp_path):
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_saved_plan_is_replayed_and_an_edited_one_followed(tmp_path):
     x = torch.randn(4, 5)
     plan = rewritten(two_layers(), x, message_size=20).passes[0].plan

@@ -88,6 +88,7 @@ def test_the_report_says_where_the_plan_is():
         step_of(blocks=1).report.buckets()
 
 
+@pytest.mark.long
 def test_a_second_run_changes_nothing(monkeypatch):
     for kind in (GatherShards, ScheduleShards):
         def twice(self, gm, call=kind.call):

@@ -55,6 +55,7 @@ def test_an_override_that_covers_nothing_is_named_with_the_nearest(caplog, key, 
     assert [r.getMessage() for r in caplog.records if "covers" in r.getMessage()] == [f"apexfx: {said}"]
 
 
+@pytest.mark.long
 def test_an_override_of_one_graph_is_not_missed_in_another(caplog):
     class Broken(Nested):
         def forward(self, x):

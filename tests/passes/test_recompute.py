@@ -65,12 +65,14 @@ def test_under_inductor_it_runs_by_itself():
     torch.testing.assert_close(saving.model.state_dict(), plain.model.state_dict(), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.long
 def test_a_budget_that_cannot_be_met_says_so_once(caplog, saving):
     report = trained(memory_budget=2).report
     assert f"memory_budget=2 was given, and {report.memory().peak} bytes is the least" in report.notes[0]
     assert sum("memory_budget=" in record.getMessage() for record in caplog.records) == 1 and not saving.report.notes
 
 
+@pytest.mark.long
 def test_it_stops_where_the_budget_is_met(saving, plain):
     most, plain = saving.report, plain.report
     some = trained(memory_budget=plain.memory().peak - 1).report

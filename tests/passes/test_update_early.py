@@ -69,8 +69,9 @@ def test_each_part_is_updated_behind_the_last_node_that_reads_its_parameters():
     assert [match.detail.partition(" behind")[0] for match in step.report.matched("update_early")] == ["2 parameters"] * 3
 
 
-@table(1, "make", [mlp, Tied])
-@table(1, "optimizer", [torch.optim.AdamW, torch.optim.SGD, FusedAdam, FusedSGD])
+@pytest.mark.long
+@pytest.mark.parametrize("make", [mlp, Tied])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, FusedAdam, FusedSGD])
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_the_bits_are_the_same(make, optimizer, inner):
     early, late = trained(make, optimizer, inner=inner), trained(make, optimizer, inner=inner, skip=["update_early"])

@@ -274,7 +274,7 @@ def states():
                 yield f"{name} without {entry}", damaged(state, ("state", 0, entry), lambda _: MISSING)
 
 
-@table(2, "name", list(OPTIMIZERS))
+@table(1, "name", list(OPTIMIZERS))
 def test_state_of_which_a_part_is_missing_trains_as_in_eager_or_is_refused(name):
     model, optimizer = matrix(name)
     step = apexfx.train_step(model, F.mse_loss, optimizer, opt_level="O0", inner="eager")

@@ -145,6 +145,7 @@ def test_gradients_beside_the_step_are_not_added_and_that_is_said(caplog):
     assert caplog.text.count("is there when the step is called") == 1
 
 
+@pytest.mark.long
 def test_a_schedule_that_goes_on_at_each_call_that_accumulates(caplog):
     for by_update in (True, False):
         step = make(accumulate=2)
@@ -252,6 +253,7 @@ def test_the_mean_of_a_loss_that_is_none():
         step.mean_loss  # noqa: B018
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", [lambda s: s(torch.randn(6, 7), Y[:6]), lambda s: s(X[:7], Y[:6])], ids=["features", "targets"])
 def test_sizes_that_change_have_no_names(call):
     step = make()
@@ -325,6 +327,7 @@ def test_a_layer_that_was_replaced_is_led_to_a_new_optimizer(made):
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
 
 
+@pytest.mark.long
 def test_a_loss_of_several_elements_is_led_to_a_mean_by_its_mask():
     torch.manual_seed(0)
     model, x, y, mask = nn.Linear(4, 3), torch.randn(6, 4), torch.arange(6) % 3, torch.tensor([1.0, 0, 1, 1, 0, 1])

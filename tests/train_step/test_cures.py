@@ -1077,7 +1077,7 @@ def trained(program: Program, inner: str) -> list[float]:
     return losses
 
 
-@table(12, "name", CURES)
+@table(6, "name", CURES)
 def test_a_cure_trains_what_the_program_trained(name):
     row = CURES[name]
     with torch._dynamo.config.patch(recompile_limit=row.limit):

@@ -128,6 +128,7 @@ STYLES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", [
     style if style == "masters" else pytest.param(style, marks=pytest.mark.long) for style in STYLES])
 def test_it_is_that_of_averaged_model(style):
@@ -149,6 +150,7 @@ def test_it_is_that_of_averaged_model(style):
     assert skips == (10 + 1 if "accumulate" in options else len(bad))
 
 
+@pytest.mark.long
 def test_a_flush_averages_and_calls_that_gather_do_not():
     step = make(accumulate=3)
     reference = Reference(step)
@@ -266,6 +268,7 @@ def test_a_checkpoint_without_averages_begins_anew_and_one_with_them_loads_every
     assert_equal(plain.model.state_dict(), with_averages["model"])
 
 
+@pytest.mark.long
 def test_averages_of_another_model_are_refused_before_anything_is_loaded():
     step = make()
     step(*next(batches(1)))

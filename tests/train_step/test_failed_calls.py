@@ -13,6 +13,7 @@ from apexfx.compiler import prover
 from apexfx.optimizers import FusedAdam
 from apexfx.train_step.step_compiler import StepCompiler
 from tests.own_optimizers import RMSprop
+from tests.tables import table
 from tests.train_step.changing_models import WIDTH, Eager, Heads, assert_same_training, heads, samples
 from tests.train_step.test_step import SGD, Adam, assert_same
 
@@ -88,7 +89,7 @@ _LIBRARY.impl("copied", _copied, "CompositeExplicitAutograd")
 torch.library.register_fake("failing::copied", torch.empty_like, lib=_LIBRARY)
 
 
-@pytest.mark.parametrize("inner, proved", [("eager", False), ("inductor", False), ("inductor", True)])
+@table(2, "inner, proved", [("eager", False), ("inductor", False), ("inductor", True)])
 @torch._inductor.config.patch(force_disable_caches=True)  # of code that was proved
 def test_compiled_code_that_fails_may_have_changed_something(inner, proved, monkeypatch):
     """Op by op a graph says itself when it is about to; a first call of code changes nothing up to the end of its proof."""

@@ -155,6 +155,7 @@ class Fails(apexfx.Pass):
         return PassResult(gm, False)
 
 
+@pytest.mark.long
 def test_an_update_that_does_not_compile_has_changed_nothing():
     fails, data = Fails(), batches(4)
     step = make(AdamW, accumulate=2, passes=[fails])

@@ -92,7 +92,7 @@ CASES = {
     "bfloat16, Inductor": ("bfloat16", "AdamW", {"inner": "inductor"})}
 
 
-@table(4, "name", CASES)
+@table(2, "name", CASES)
 def test_without_the_precision_pass_a_step_computes_as_the_model_is_written(name):
     kind, optimizer, options = CASES[name]
     model = build(kind)

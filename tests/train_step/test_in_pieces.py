@@ -105,7 +105,8 @@ def test_a_step_in_pieces_is_that_of_eager_torch(obstacle, capsys):
     assert len(step.report.graphs) > 1 and "runs in pieces" in str(step.report)
 
 
-@table(1, "optimizer, options", [
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer, options", [
     (AdamW, {"max_grad_norm": 0.05}), (AdamW, {"accumulate": 3}), (Adagrad, {}), (Adagrad, {"max_grad_norm": 0.05}),
     (Adagrad, {"max_grad_norm": 0.05, "accumulate": 2}), (FusedAdam, {"max_grad_norm": 0.05, "accumulate": 2}),
 ], ids=str)  # fmt: skip
@@ -316,12 +317,13 @@ def test_dropout_inside_of_a_checkpoint_runs_in_pieces():
 # ---- errors ----------------------------------------------------------------------------------------------------------------
 
 
-@table(1, "loss_fn, error, message", [
+@pytest.mark.long
+@pytest.mark.parametrize("loss_fn, error, message", [
     (lambda y, t: F.cross_entropy(y, t, reduction="none"), ValueError, "the loss is not a scalar"),
     (lambda y, t: torch.fft.fft(y).mean(), ValueError, "the loss is torch.complex64"),
     (lambda y, t: F.cross_entropy(y, t).detach(), ValueError, "does not depend on any parameter"),
     (lambda y, t: None, TypeError, "has to return the loss"),
-], ids=["no scalar", "complex", "detached", "none"])
+                  ], ids=["no scalar", "complex", "detached", "none"])
 def test_a_user_s_error_stays_one(loss_fn, error, message):
     step = make(loss_fn=loss_fn)
     for norm in step.model.modules():

@@ -14,7 +14,6 @@ from torch import nn
 import apexfx
 from tests.own_optimizers import RMSprop
 from tests.small_models import train_on
-from tests.tables import table
 
 IGNORED, WORDS = -100, 7
 
@@ -94,6 +93,7 @@ def test_calls_with_other_counts_are_one_batch(accumulate, options):
         assert f"apexfx: the loss is a mean over {calls} x 1 rank, by counts" in step.report.notes
 
 
+@pytest.mark.long
 def test_a_flush_weighs_by_counts():
     expected, model = net(), net()
     step = make(model, accumulate=3)
@@ -110,6 +110,7 @@ def test_a_flush_weighs_by_counts():
     assert not step.mean_loss.isnan()
 
 
+@pytest.mark.long
 def test_an_overflow_of_float16_is_skipped_and_the_next_update_is_right():
     expected, model = net(torch.float32), net(torch.float32)
     loud = 2.0**10
@@ -126,7 +127,8 @@ def test_an_overflow_of_float16_is_skipped_and_the_next_update_is_right():
     assert step.skipped
 
 
-@table(1, "dtype", [torch.float32, torch.float64])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_means_add_up_each_with_its_own_count(dtype):
     """A loss a word, one an example, and a scalar."""
     def several(model, ids, labels):

@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import apexfx
 from apexfx.optimizers import FusedAdam, FusedSGD
 from tests.small_models import take_step, train_on
-from tests.tables import table
 from tests.train_step.changing_models import WIDTH, Eager, Heads, assert_same_training, heads, samples
 from tests.train_step.test_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
 
@@ -57,6 +56,7 @@ def test_momentum_that_comes_and_goes(optimizer):
     assert_same_training(step, reference)
 
 
+@pytest.mark.long
 def test_what_an_optimizer_of_ours_keeps_beside_its_groups_is_that_of_the_next_step_or_refused():
     options = {"momentum": 0.9, "weight_decay": 0.1, "max_grad_norm": 1.0}
     optimizer = functools.partial(FusedSGD, **options)
@@ -346,7 +346,8 @@ def test_state_of_another_dtype_than_an_op_writes_is_refused():
         step(*batch)
 
 
-@table(1, "optimizer", [functools.partial(SGD, momentum=0.9), Adam], ids=["SGD", "Adam"])
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", [functools.partial(SGD, momentum=0.9), Adam], ids=["SGD", "Adam"])
 def test_state_of_another_dtype_than_its_parameter_is_refused_until_it_is_converted(optimizer):
     step, reference = heads(optimizer), Eager(Heads(), optimizer)
     first, *later = [(x, y.double()) for x, y in samples(3)]

@@ -327,6 +327,7 @@ class ScaledLoss(nn.Module):
         return self.factor * F.mse_loss(outputs, targets)
 
 
+@pytest.mark.long
 def test_what_a_step_has_saved_it_loads():
     model, loss = net(), ScaledLoss()
     step = apexfx.train_step(model, loss, optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1), opt_level="O0",

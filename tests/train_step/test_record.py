@@ -118,7 +118,8 @@ def test_a_new_process_computes_the_same_bits(name, spikes):
     assert same and "\nthe same bits in all of" in text
 
 
-@table(1, "name", RUNS)
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
 def test_a_bundle_computes_what_the_step_computed(name, spikes):
     """Dropout is on; Inductor's kernels have other random numbers."""
     path, before, loss, norm = spikes(name)
@@ -138,6 +139,7 @@ def test_the_command_says_what_was_recorded(recorded, capsys):
     assert "test_record.py:" in out and "the same bits in all of" in out and f"torch {torch.__version__}" in out
 
 
+@pytest.mark.long
 def test_the_first_node_that_differs_is_named(copied):
     def change(data):
         node_of(data, target="aten::relu.default")["target"] = "aten::neg.default"

@@ -253,7 +253,8 @@ def test_too_many_in_a_row_raise():
     assert bool(step.updated)
 
 
-@table(1, "loss_scale", [None, 1.0])  # both count skips
+@pytest.mark.long
+@pytest.mark.parametrize("loss_scale", [None, 1.0])  # both count skips
 def test_the_first_skip_is_logged_and_the_tenth(loss_scale, caplog):
     step, generator = make(loss_scale=loss_scale), torch.Generator().manual_seed(0)
 

@@ -428,6 +428,7 @@ def test_a_step_resumes_bitwise_from_its_own_checkpoint(tmp_path):
     assert_same(resumed.state_dict(), step.state_dict())
 
 
+@pytest.mark.long
 def test_a_checkpoint_in_the_middle_of_an_accumulation_is_refused():
     step = make(accumulate=2)
     [batch] = batches(1)
@@ -565,6 +566,7 @@ def test_two_clips_are_refused():
 # ---- the graph -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_graph_is_printed_and_named():
     safeguard = apexfx.Safeguard(spike_factor=8.0)
     step = make(max_grad_norm=1.0, loss_scale="dynamic", safeguard=safeguard, ema=apexfx.EMA())

@@ -201,6 +201,7 @@ def test_attention_inside_of_a_checkpoint_is_computed_again(inner):
     assert code.count("_scaled_dot_product_flash_attention_for_cpu.default(") == 2
 
 
+@pytest.mark.long
 def test_attention_with_dropout_inside_of_a_checkpoint_is_refused():
     with pytest.raises(RuntimeError, match="the model checkpoints activations around random numbers"):
         heads(model=CheckpointedAttention(0.5))(*samples(1)[0])
