@@ -219,7 +219,7 @@ def test_the_loop_that_a_step_replaces(name):
     assert "another" not in str(found)
 
 
-@pytest.mark.parametrize("update, options, said", [
+@table(2, "update, options, said", [
     (plain, {}, r"float32 \(O0\), the loop's .* off, with parameters of bfloat16; opt_level='O0', skip=\('precision',\) is"),
     (plain, {"opt_level": "O1"}, r"bfloat16 and float32 \(O1\), the loop's autocast was off, with parameters of bfloat16; "),
     (plain, {"skip": ("precision",)}, r"in float64\.$"),
@@ -417,7 +417,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@table(4, "name", REFUSED)
 def test_what_cannot_be_compared(name):
     update, batches, text = REFUSED[name]
     with pytest.raises((ValueError, RuntimeError, TypeError)) as raised:

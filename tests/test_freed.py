@@ -116,7 +116,7 @@ def assert_freed(make):
 
 
 @pytest.mark.parametrize("name", [
-    name if name == "step in pieces" else pytest.param(name, marks=pytest.mark.long) for name in MAKES])
+    name if name == "step" else pytest.param(name, marks=pytest.mark.long) for name in MAKES])
 def test_what_is_dropped_is_freed(name):
     assert_freed(MAKES[name])
 

@@ -354,8 +354,8 @@ TAKES = {  # what takes a float, and the graphs for three values
 }
 
 
-@pytest.mark.parametrize("name, inner", [*((name, "eager") for name in TAKES),
-                                          pytest.param("clamp", "inductor", marks=pytest.mark.long)])
+@table(2, "name, inner", [*((name, "eager") for name in TAKES),
+                          pytest.param("clamp", "inductor", marks=pytest.mark.long)])
 def test_a_float_that_an_op_takes_is_that_of_each_call(name, inner):
     use, num_graphs = TAKES[name]
     model = nn.Linear(4, 4)

@@ -84,7 +84,7 @@ def check(entry, form, onto, level, inner="eager"):
         assert run.calls == source.calls == 3
 
 
-@table(8, ("entry", "form", "onto", "level"), [
+@table(5, ("entry", "form", "onto", "level"), [
     (entry, form, onto, level) for level in ("O0", "O2") for form in FORMS for entry in ENTRIES for onto in ("source", "result")
     if onto == "result" or entry in ("transform", "backend")])
 def test_what_is_set_on_one_is_there_for_both(entry, form, onto, level):

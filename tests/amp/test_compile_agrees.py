@@ -48,7 +48,7 @@ CASES += [
 ]  # fmt: skip
 
 
-@table(8, "options", CASES, ids=lambda options: " ".join(map(str, options.values())))
+@table(4, "options", CASES, ids=lambda options: " ".join(map(str, options.values())))
 def test_outputs_and_checkpoints(options):
     (eager_model, eager), (compiled_model, compiled) = both(**options)
     assert {name: value.dtype for name, value in compiled.items()} == {name: value.dtype for name, value in eager.items()}

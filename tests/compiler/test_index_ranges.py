@@ -99,7 +99,7 @@ def check(form, entry, **options):
             assert torch.equal(table.weight, before), name
 
 
-@table(6, "form", FORMS)
+@table(3, "form", FORMS)
 @table(1, "level", ["O0", "O2"])
 @pytest.mark.parametrize("entry", ["step", "transform"])
 def test_what_eager_refuses_is_refused_by_name(form, entry, level):

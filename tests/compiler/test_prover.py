@@ -17,6 +17,7 @@ from apexfx.compiler import prover
 from apexfx.compiler.kernel_files import several_kernels_a_file
 from apexfx.observe.bundle import exact_copy
 from tests.small_models import take_step
+from tests.tables import table
 
 
 class Masked(nn.Module):
@@ -152,7 +153,7 @@ def test_code_without_a_fault_is_proved(of_step):
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("plant", [pytest.param(name, marks=[pytest.mark.long] * (name in IN_CPP)) for name in PLANTS])
+@table(8, "plant", [pytest.param(name, marks=[pytest.mark.long] * (name in IN_CPP)) for name in PLANTS])
 def test_a_planted_miscompilation_is_noticed(of_step, plant):
     first, inputs = of_step
     change, named = PLANTS[plant]

@@ -46,6 +46,7 @@ def transformed(model=None, **options):
     return apexfx.transform(model or Net(), opt_level="O0", inner="eager", ddp=BucketConfig(timeout_s=15), **options)
 
 
+@pytest.mark.long
 @on_ranks(3)
 def test_another_pass(rank, world_size):
     model = transformed(skip=("bucket_allreduce",) if rank == 1 else ())

@@ -256,7 +256,7 @@ RARE = {  # the heads that calls use, the hyperparameter that a schedule changes
 }
 
 
-@pytest.mark.parametrize("name", RARE)
+@table(2, "name", RARE)
 def test_rare_steps_are_those_of_eager(name):
     kind, calls, option, scale = RARE[name]
     model, reference = Net(), Net()

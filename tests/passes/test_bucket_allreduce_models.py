@@ -61,7 +61,7 @@ EDGE_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", EDGE_CASES)
+@table(6, "name", EDGE_CASES)
 @table(1, "message_size", [1, 10_000_000])
 def test_edge_cases_leave_the_local_gradient_bitwise(name, message_size):
     make, numel = EDGE_CASES[name]

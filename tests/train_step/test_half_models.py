@@ -136,7 +136,7 @@ SAID = {"O0": "O0 computes with them in float32", "O1": "O1 computes op by op in
         "O3": r"O3 casts the float32 ones \(query\.down\.weight, .*\) to torch\.bfloat16, in place\."}
 
 
-@pytest.mark.parametrize("level", SAID)
+@table(1, "level", SAID)
 def test_a_level_that_casts_half_parameters_says_so_once(level, caplog):
     model = build("adapters")
     step = apexfx.train_step(model, objective=loss_of, optimizer=OPTIMIZERS["SGD"](trained(model)), opt_level=level,

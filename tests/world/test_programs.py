@@ -18,7 +18,7 @@ NO_HALF_IN_EAGER = ("word_lstm", "a_complex_layer", "tags_of_a_sentence")
 SLOW = ("curriculum", "adversarial_networks_with_spectral_norm", "adversarial_networks_with_gradient_penalty", "whisper",
         "vision_transformer", "truncated_backpropagation")
 DEAR = ("rope_in_place", "rope_by_halves", "rope_by_complex_numbers", "checkpointed_decoder", "attention_with_masks",
-        "adversarial_networks", "flow_of_couplings", "variational_autoencoder", "detection", "selective_state_space",
+        "adversarial_networks", "flow_of_couplings", "variational_autoencoder", "detection", "diffusion", "selective_state_space",
         "forecasts_by_quantiles", "tags_of_a_sentence", "router_logits", "mixture_of_experts_by_rows")
 # Each program through one entry at one level; `make test` takes every fifth of those that take no time.
 QUICK = [(name, ENTRIES[i // 3 % len(ENTRIES)]) for i, name in enumerate(PROGRAMS) if name not in (*SLOW, *DEAR)]
