@@ -33,7 +33,8 @@ def test_every_form_trains_as_in_eager(name, way, level, fallback):
         check(way, form.make, squares, form.batches, level, form.lr)
 
 
-@table(1, ("name", "way"), COMPILED)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "way"), COMPILED)
 def test_inductor_trains_as_eager(name, way):
     form = FORMS[name]
     with torch._inductor.config.patch(fallback_random=True):

@@ -58,6 +58,7 @@ def test_another_pass(rank, world_size):
         train(transformed(frozen), rank)
 
 
+@pytest.mark.long
 @on_ranks(3)
 def test_skipped_backward(rank, world_size):
     model = DistributedDataParallel(apexfx.transform(Net(), opt_level="O0", inner="eager"), timeout_s=15)
