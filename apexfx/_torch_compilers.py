@@ -580,19 +580,17 @@ def finding_vectors() -> Iterator[None]:
         found.set()
         with contextlib.suppress(Exception):
             CppPythonBindingsCodeCache.load_async("", submit_fn=lambda _: None, needs_vec_isa=True)  # of which nothing is run
+        _FINDING_VECTORS.release()
 
     def wait() -> list[VecISA]:
-        found.wait()
+        while thread.is_alive() and not found.wait(0.1):  # a process that was forked meanwhile has no such thread
+            pass
         return valid_vec_isa_list()
 
-    found = threading.Event()
-    try:
-        with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", wait):
-            threading.Thread(target=find, daemon=True).start()
-            yield
-    finally:
-        found.wait()
-        _FINDING_VECTORS.release()
+    found, thread = threading.Event(), threading.Thread(target=find, daemon=True)
+    thread.start()
+    with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", wait):
+        yield
 
 
 def generated_code() -> list[GeneratedCode]:

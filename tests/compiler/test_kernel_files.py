@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import re
+import signal
 import threading
 
 import pytest
@@ -95,6 +97,11 @@ def test_vectors_are_found_while_a_model_is_captured(monkeypatch):
     monkeypatch.setattr(VecISA, "check_build", build)
     with pytest.raises(ZeroDivisionError), _torch_compilers.finding_vectors():
         assert began.wait(10) and not built
+        if (child := os.fork()) == 0:  # which has the thread no more
+            signal.alarm(20)
+            goes_on.set()
+            os._exit(len(cpu_vec_isa.valid_vec_isa_list()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         goes_on.set()
         with _torch_compilers.finding_vectors():  # as of the code of a step, which is captured
             assert cpu_vec_isa.valid_vec_isa_list() == ["wide", "wide", "narrow"]
