@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -556,28 +557,30 @@ class GeneratedCode(NamedTuple):
 _FINDING_VECTORS = threading.Lock()
 
 
-@contextlib.contextmanager
-def finding_vectors() -> Iterator[None]:
-    """Find out in a thread, in this context, which vectors Inductor's code may have here; what asks for them waits.
+def find_vectors() -> None:
+    """Begin to find out, in a thread, which vectors Inductor's code may have here. Whoever asks for them waits.
 
     It takes seconds, once in a process: torch compiles and loads small files by the flags of each set of instructions, the
-    widest first. What does so by the flags of one does so by those of the next, so that no file is compiled twice. Then the
+    widest first. A file that compiles for a wider set also compiles for a narrower one, so each is compiled once. Then the
     thread compiles the header of the code, which torch keeps for all processes, or looks whether that is as it was.
     """
     if valid_vec_isa_list.cache_info().currsize or not _FINDING_VECTORS.acquire(blocking=False):
-        yield
         return
-    build, built = VecISA.check_build, set[str]()
+    build, built, found = VecISA.check_build, set[str](), threading.Event()
 
     def check_build(isa: VecISA, code: str) -> bool:
-        if code not in built and build(isa, code):
+        # Twice, as torch keeps what it has found: an interrupt of the program ends the compilers that it has started, too.
+        if code not in built and any(build(isa, code) for _ in range(2)):
             built.add(code)
         return code in built
 
     def find() -> None:
-        with contextlib.suppress(Exception), mock.patch.object(VecISA, "check_build", check_build):  # who asks meets it, too
-            valid_vec_isa_list()
-        found.set()
+        try:
+            with contextlib.suppress(Exception), mock.patch.object(VecISA, "check_build", check_build):  # who asks meets it, too
+                valid_vec_isa_list()
+        finally:
+            asked.stop()
+            found.set()
         with contextlib.suppress(Exception):
             CppPythonBindingsCodeCache.load_async("", submit_fn=lambda _: None, needs_vec_isa=True)  # of which nothing is run
         _FINDING_VECTORS.release()
@@ -587,10 +590,14 @@ def finding_vectors() -> Iterator[None]:
             pass
         return valid_vec_isa_list()
 
-    found, thread = threading.Event(), threading.Thread(target=find, daemon=True)
-    thread.start()
-    with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", wait):
-        yield
+    asked = mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", wait)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=[find], daemon=True)  # where Inductor's settings are
+    asked.start()
+    try:
+        thread.start()
+    except RuntimeError:  # there may be no more threads
+        asked.stop()
+        _FINDING_VECTORS.release()
 
 
 def generated_code() -> list[GeneratedCode]:

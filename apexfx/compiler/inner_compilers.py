@@ -20,7 +20,7 @@ from .._torch_compilers import (
     compile_fx_inner,
     count_calls,
     default_partition,
-    finding_vectors,
+    find_vectors,
     inductor_config,
     keep_kernels,
     keep_order_of_writes,
@@ -47,9 +47,11 @@ _OPTIONS_OF_STEP = {**_OPTIONS, "reorder_for_locality": False}
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], lowered_passes: Any, **patches: Any) -> Callable[..., Any]:
     torch_faults.check_not_negated(gm, example_inputs)
     lowerings.register()
+    devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    if devices == {"cpu"}:
+        find_vectors()
     # Ranks wait for the code of one where all get the same, and Inductor, which may be set to compare them, talks to none.
-    on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
-    is_shared = not (patches or changed_inductor_settings() or on_cuda)
+    is_shared = not (patches or changed_inductor_settings() or "cuda" in devices)
     options = _OPTIONS_OF_STEP if lowered_passes.is_train_step else _OPTIONS
     patches = {"joint_custom_post_pass": torch_faults.HoldCompared(inductor_config.joint_custom_post_pass), **options, **patches,
                "post_grad_custom_post_pass": lowered_passes}
@@ -57,8 +59,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], lowered_passes:
         for node in gm.graph.find_nodes(op="placeholder"):
             node.meta.pop("val", None)  # in place of the inputs it would be read, and None where it is a number or a size
     inner_compile = functools.partial(_inner_compile, lowered_passes, is_shared)
-    finding = contextlib.nullcontext() if on_cuda else finding_vectors()
-    with finding, several_kernels_a_file():  # of a cache, here, and of those that are compiled below
+    with several_kernels_a_file():  # of a cache, here, and of those that are compiled below
         with code_of_caches() as loaded, torch_faults.cached_with_guards(gm):
             compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
         of_cache = [code for code in loaded if not lowered_passes.has_seen(code)]

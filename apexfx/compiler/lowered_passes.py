@@ -41,7 +41,8 @@ class LoweredPasses(CustomGraphPass):
         self._record = record
         self._placeholders = placeholders
         self._uuid = uuid
-        self.key, self.start = key, start or RunStart()
+        self.key = key
+        self.start = start or RunStart()
         self.prover: Prover | None = None  # of its code
         self._seen: set[int] = set()
         self._user_pass = inductor_config.post_grad_custom_post_pass

@@ -58,7 +58,7 @@ class Prover:
         record: of the graph, what came out.
         insists: whether memory that may not do is no reason to leave it out (`verify="code"`).
         in_cpp: whether C++ calls the kernels, and collectives, which nothing answers on one rank there.
-        start: what tells of a run.
+        start: told of by runs of the code.
     """
 
     def __init__(self, report: Report, record: GraphReport, *, insists: bool, in_cpp: bool, start: RunStart) -> None:
@@ -93,7 +93,7 @@ class Prover:
             outcome = _Proving(call.graph, call.code, call.stage, call.gradients, inputs).run(insists=self._insists)
         self._keep(outcome, call)
         give_back_memory()
-        self._start.behind_proof()
+        self._start.tell_after_proof()
         return _op_by_op(call.graph, outcome.outputs) if outcome.proof.fault else call.recorded
 
     def _keep(self, outcome: _Outcome, call: FirstCall) -> None:

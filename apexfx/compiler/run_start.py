@@ -15,11 +15,13 @@ from ..graph.nodes import value
 class RunStart:
     """Tells where a run begins to communicate, and to change something.
 
-    Inductor's code changes memory and no version, so its run is told of before it, and behind a proof of the code, which changes
-    nothing. A graph that runs op by op tells in front of the first op that does it: what raises before has changed nothing.
+    Nobody sees what Inductor's code has done when it fails, so a run of it is told of before it starts; where its first call
+    proves it, after the proof, which changes nothing. A graph that runs op by op tells in front of the first op that does
+    either: an error before that op has changed nothing.
 
     Args:
-        on_communication, on_change: what is called.
+        on_communication: called before a run first communicates.
+        on_change: called before a run first changes memory that it was given.
 
     Attributes:
         awaits_proof: whether the first run of code, which proves that, is still to come.
@@ -29,17 +31,17 @@ class RunStart:
         self._on_communication, self._on_change, self._in_graph = on_communication, on_change, False
         self.awaits_proof = False
 
-    def of_run(self) -> None:
+    def tell_before_run(self) -> None:
         """Tell of a run that is about to start, unless its graph, or the proof of its code, tells."""
         if not self._in_graph and not self.awaits_proof:
             self._tell()
 
-    def behind_proof(self) -> None:
+    def tell_after_proof(self) -> None:
         """Tell of the run of code that has been proved."""
         self._tell()
         self.awaits_proof = False  # not where that raises: the next call proves again
 
-    def of_nodes(self, gm: fx.GraphModule) -> None:
+    def tell_in_graph(self, gm: fx.GraphModule) -> None:
         """Have a graph that runs op by op tell."""
         self._in_graph = True
         inputs, nodes = storages([value(node) for node in gm.graph.find_nodes(op="placeholder")]), list(gm.graph.nodes)

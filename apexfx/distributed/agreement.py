@@ -288,7 +288,7 @@ def _different(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
         there = [x[place] if place < len(x) else _NOTHING for x in (reference, items)]
         of_numbers = isinstance(there[0], list) and there[0][:1] == [_NUMBERS]
         kinds = {type(each) for each in there if each != _NOTHING}
-        at = [f"{each}{f' ({x})' if isinstance(x, str) and x != _NOTHING else ''}" for each, x in zip((what, what_there), there)]
+        at = [f"{each}{f' ({x})' if isinstance(x, str) else ''}" for each, x in zip((what, what_there), there)]
         apart = f"rank 0 is at the {at[0]}, rank {rank} at the {at[1]}" if what_there != what and len(kinds) == 2 else ""
         said = apart or _differing_keys(*there, rank) or _trained_on_one(reference, items, rank) or (
             f"first difference, at position {place}: rank 0 has {_short(there[0])}, rank {rank} has {_short(there[1])}"

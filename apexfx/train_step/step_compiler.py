@@ -295,7 +295,7 @@ class StepCompiler(StepRewriter):
             if self._captures:
                 raise NotRun
             with waits():
-                start.of_run()
+                start.tell_before_run()
                 outputs = compiled(*args)
                 self.state.all_or_nothing.note_change()  # Dynamo's code writes now what the function has set
                 self.not_run.discard(compiled)

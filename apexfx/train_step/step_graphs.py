@@ -23,7 +23,7 @@ from .._torch import CAPTURE_LOCK, set_grad_enabled, tree_leaves, versions
 from .._torch_compilers import (
     dynamo_config,
     explained_aliases,
-    finding_vectors,
+    find_vectors,
     mark_static,
     mark_static_address,
     run_cached_graphs,
@@ -226,10 +226,11 @@ class StepGraphs:
         """Have Dynamo compile what is called in this context, which ends where a graph is not to run."""
         if self._components.options.config.inner == "cudagraphs":
             self._fix_addresses()
-        makes_vectors = self._components.options.config.inner == "inductor" and self._components.device.type == "cpu"
+        if self._components.options.config.inner == "inductor" and self._components.device.type == "cpu":
+            find_vectors()
         with CAPTURE_LOCK, PROGRESS.compiling("Dynamo captures the step"), contextlib.suppress(NotRun), \
                 dynamo_config.patch(_dynamo_settings()), explained_aliases(), torch.no_grad(), \
-                finding_vectors() if makes_vectors else contextlib.nullcontext(), capture_errors(self._components.report):
+                capture_errors(self._components.report):
             yield
 
     def _fix_addresses(self) -> None:

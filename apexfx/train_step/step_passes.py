@@ -51,7 +51,7 @@ class StepPasses(LoweredPasses):
 
     def on_first_graph(self, gm: fx.GraphModule) -> None:
         self.run(gm)
-        self.start.of_nodes(gm)
+        self.start.tell_in_graph(gm)
 
     def _check_gradients(self, gm: fx.GraphModule) -> None:
         rows = zip(end.args[0], self._present, end.args[1]) if (end := apply_node(gm)) is not None else ()

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -79,34 +80,44 @@ def test_kernels_keep_to_themselves():
 
 
 def test_vectors_are_found_while_a_model_is_captured(monkeypatch):
-    began, goes_on, built = threading.Event(), threading.Event(), []
+    began, goes_on, built, settings = threading.Event(), threading.Event(), [], []
 
     @functools.cache
     def look():
+        settings.append(inductor_config.cpp.vec_isa_ok)
         began.set()
         goes_on.wait(10)
-        return [name for name, code in (("wide", "exp"), ("wide", "dot"), ("narrow", "exp"), ("other", "fails"), ("old", "fails"))
+        return [name for name, code in (("wide", "exp"), ("wide", "dot"), ("narrow", "exp"), ("other", "fails"))
                 if VecISA.check_build(name, code)]
 
     def build(name, code):
         built.append((name, code))
-        return code != "fails"
+        return code != "fails" and len(built) > 1  # an interrupt has ended the first
 
-    monkeypatch.setattr(_torch_compilers, "valid_vec_isa_list", look)
+    with _torch_compilers._FINDING_VECTORS:  # what another test has begun has ended
+        monkeypatch.setattr(_torch_compilers, "valid_vec_isa_list", look)
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", look)
     monkeypatch.setattr(VecISA, "check_build", build)
-    with pytest.raises(ZeroDivisionError), _torch_compilers.finding_vectors():
-        assert began.wait(10) and not built
-        if (child := os.fork()) == 0:  # which has the thread no more
-            signal.alarm(20)
-            goes_on.set()
-            os._exit(len(cpu_vec_isa.valid_vec_isa_list()))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    with inductor_config.patch({"cpp.vec_isa_ok": False}):
+        _torch_compilers.find_vectors()
+    assert began.wait(10) and not built and settings == [False]
+    _torch_compilers.find_vectors()  # of the code of a step, which is captured
+    if (child := os.fork()) == 0:  # which has the thread no more
+        signal.alarm(20)
         goes_on.set()
-        with _torch_compilers.finding_vectors():  # as of the code of a step, which is captured
-            assert cpu_vec_isa.valid_vec_isa_list() == ["wide", "wide", "narrow"]
-        raise ZeroDivisionError
-    assert built == [("wide", "exp"), ("wide", "dot"), ("other", "fails"), ("old", "fails")]
-    with _torch_compilers.finding_vectors():
-        pass
+        os._exit(len(cpu_vec_isa.valid_vec_isa_list()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    goes_on.set()
+    assert cpu_vec_isa.valid_vec_isa_list() == ["wide", "wide", "narrow"]
+    assert built == [("wide", "exp"), ("wide", "exp"), ("wide", "dot"), ("other", "fails"), ("other", "fails")]
     assert VecISA.check_build is build and cpu_vec_isa.valid_vec_isa_list is look and look.cache_info().misses == 1
+
+
+def test_without_another_thread_inductor_finds_vectors_itself(monkeypatch):
+    look = functools.cache(lambda: [])
+    with _torch_compilers._FINDING_VECTORS:  # what another test has begun has ended
+        monkeypatch.setattr(_torch_compilers, "valid_vec_isa_list", look)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", look)
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        _torch_compilers.find_vectors()
+    assert cpu_vec_isa.valid_vec_isa_list is look and not _torch_compilers._FINDING_VECTORS.locked()
