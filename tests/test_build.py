@@ -23,7 +23,6 @@ from apexfx._torch import registered_overloads
 from apexfx.ops import _built_for
 from apexfx.ops._built_for import Machine, cuda_mismatch, mismatch
 from apexfx.tools import doctor
-from tests.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED = [*Path(ensurepip.__file__).parent.glob("_bundled/setuptools-*.whl")]  # 65.5 in Python 3.11
@@ -299,7 +298,7 @@ def test_the_setuptools_that_python_brings_is_told_what_to_do(tmp_path):
 
 
 @pytest.mark.long
-@table(1, "strict", ["0", "1"])
+@pytest.mark.parametrize("strict", ["0", "1"])
 def test_a_build_that_cannot_compile_says_so_and_fails_only_where_it_is_strict(tmp_path, strict):
     tree = source_tree(tmp_path)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "built", "--build-temp", "temp"]

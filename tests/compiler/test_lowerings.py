@@ -38,7 +38,7 @@ def test_products_are_written_into_their_slots():
 
 
 @pytest.mark.long
-@table(1, "reads_first", [False, True])
+@pytest.mark.parametrize("reads_first", [False, True])
 def test_what_others_read_keeps_its_own_memory(reads_first):
     def gradients(a, b):
         product = a @ b

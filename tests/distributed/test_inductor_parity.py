@@ -39,7 +39,6 @@ class Position(nn.Module):
         return x + self.p
 
 
-@pytest.mark.long
 @on_ranks(2)
 def test_a_backward_without_calls_is_averaged_too(rank, world_size):
     model = apexfx.transform(Position(), opt_level="O0", inner="inductor", ddp=True)

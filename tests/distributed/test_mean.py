@@ -9,6 +9,7 @@ import torch
 
 import apexfx
 from tests.distributed.launch import on_ranks, run_ranks
+from tests.tables import table
 from tests.train_step.test_mean import batch, branching, make, net, objective, reference
 
 OPTIONS = {"alone": {}, "clipped": {"max_grad_norm": 0.05}, "safe": {"safeguard": True}, "in pieces": {"fallback": "transform"},
@@ -37,9 +38,7 @@ def train(rank, world_size, accumulate, dtype, tolerance, options):
         torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("row", [(3, torch.float64, 1e-12, OPTIONS["alone"]),
-                                 (1, torch.float32, 1e-6, OPTIONS["float32 buckets"])])
+@table(1, "row", [(3, torch.float64, 1e-12, OPTIONS["alone"]), (1, torch.float32, 1e-6, OPTIONS["float32 buckets"])])
 def test_words_of_all_ranks_and_calls_are_one_batch(row):
     run_ranks(train, 2, *row)
 

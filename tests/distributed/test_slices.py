@@ -71,7 +71,7 @@ def same_bits_for_long(rank, world_size, name):
 
 
 @pytest.mark.long
-@table(1, "name", ["transformer", "convolution", "mean"])
+@pytest.mark.parametrize("name", ["transformer", "convolution", "mean"])
 def test_so_has_compiled_code(name):
     run_ranks(same_bits_compiled, 2, name)
 

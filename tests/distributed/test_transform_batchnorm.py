@@ -82,6 +82,7 @@ def full_batch(model, x):
     return model, x, y
 
 
+@pytest.mark.long
 @on_ranks(3)
 def test_matches_full_batch(rank, world_size):
     for offset in (0.0, 1000.0):

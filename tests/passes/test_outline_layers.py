@@ -18,7 +18,6 @@ from apexfx.passes import outline_layers
 from apexfx.passes.outline_layers import OutlineLayers, invoke_subgraph
 from tests.passes.blocks import Block
 from tests.small_models import take_step
-from tests.tables import table
 
 WIDTH, ROWS, LAYERS = 16, 4, 5
 
@@ -222,9 +221,10 @@ class Model(nn.Module):
         return self.program(x, *self.weights)
 
 
-@table(1, "program, door", [(program, door) for program in PROGRAMS for door in ("transform", "train_step")
-                            if program not in (differentiated, random_amid)],
-       ids=lambda each: each if isinstance(each, str) else each.__name__)
+@pytest.mark.long
+@pytest.mark.parametrize("program, door", [(program, door) for program in PROGRAMS for door in ("transform", "train_step")
+                                           if program not in (differentiated, random_amid)],
+                         ids=lambda each: each if isinstance(each, str) else each.__name__)
 def test_code_has_the_numbers_of_eager(program, door):
     """Inductor takes what a subgraph returns for memory of its own."""
     def loss_of(outputs):

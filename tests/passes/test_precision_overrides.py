@@ -81,7 +81,7 @@ def every_spelling(m, x):
 
 
 @pytest.mark.long
-@table(1, "level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_every_op_of_a_ledger_can_be_overridden_by_that_name(level):
     model = Model(every_spelling, fc=nn.Linear(8, 8), norm=nn.LayerNorm(8))
     _, recorder = run(model, torch.randn(4, 8), level=level)

@@ -67,7 +67,7 @@ def of_module(profile, path):
 
 
 @pytest.mark.long
-@table(1, ("is_train_step", "inner"), [
+@pytest.mark.parametrize(("is_train_step", "inner"), [
     (True, "eager"), (False, "eager"), *(pytest.param(each, "inductor", marks=pytest.mark.long) for each in (True, False))])
 def test_a_module_that_takes_most_of_the_time_is_named(is_train_step, inner):
     profile, _ = profiled(is_train_step, inner)
@@ -192,7 +192,7 @@ PRODUCTS = {"aten.mm", "aten.addmm", "torch.linear"}
 
 @pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
-@table(1, "inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_products_of_a_module_that_is_reused_are_counted_for_it(accumulate, inner):
     net = Reused()
     step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=1e-3), opt_level="O0", inner=inner,

@@ -774,7 +774,7 @@ def a_module_of_no_optimizer(cured):
             **({"optimizer": both, "modules": [other]} if cured else {})}
 
 
-@cure(r"freeze them by requires_grad_\(False\)")
+@cure(r"Freeze them by requires_grad_\(False\)")
 def a_module_that_is_not_trained(cured):
     other = nn.Linear(4, 1).requires_grad_(not cured)
     return {"objective": lambda model, x: other(model(x)).square().sum()}

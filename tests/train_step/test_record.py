@@ -118,8 +118,7 @@ def test_a_new_process_computes_the_same_bits(name, spikes):
     assert same and "\nthe same bits in all of" in text
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", RUNS)
+@table(1, "name", RUNS)
 def test_a_bundle_computes_what_the_step_computed(name, spikes):
     """Dropout is on; Inductor's kernels have other random numbers."""
     path, before, loss, norm = spikes(name)
@@ -313,7 +312,7 @@ def test_a_bundle_has_the_rates_of_a_call_after_which_parameters_are_counted_apa
 
 
 @pytest.mark.long
-@table(1, "accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_flush_records_the_call_before_it(accumulate, tmp_path):
     step = make(model=Small, safeguard=guarded(tmp_path), accumulate=accumulate)
     for _ in range(accumulate):

@@ -128,8 +128,7 @@ def kinds_of(rng, count):
     return [GOOD] * 4 + rng.choices([GOOD, NAN_INPUT, INFINITE, SPIKE], weights=[5, 1, 1, 1], k=count)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("style", STYLES)
+@table(2, "style", STYLES)
 def test_a_skipped_step_leaves_nothing_behind(style):
     options = dict(STYLES[style])
     step = make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4), **options)
