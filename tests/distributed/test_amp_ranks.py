@@ -35,6 +35,7 @@ def assert_ranks_agree(tensors, world_size):
     assert all(torch.equal(flat, other) for other in others)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_an_overflow_on_one_rank_skips_on_both(rank, world_size):
     for level in ("O1", "O2"):
