@@ -30,7 +30,7 @@ class LoweredPasses(CustomGraphPass):
         placeholders: the inputs of the graph that Dynamo captured.
         uuid: the cache key, or None to bypass the caches.
         key: of the report kept beside the cache entry, or None.
-        start: what tells of a run; None where nobody has to know.
+        start: tells the step where a run begins; None where no step has to know.
     """
 
     is_train_step: ClassVar[bool] = False  # whether forward and backward are one graph

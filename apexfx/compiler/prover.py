@@ -58,7 +58,7 @@ class Prover:
         record: of the graph, what came out.
         insists: whether memory that may not do is no reason to leave it out (`verify="code"`).
         in_cpp: whether C++ calls the kernels, and collectives, which nothing answers on one rank there.
-        start: told of by runs of the code.
+        start: tells the step where a run begins, which the first does behind its proof.
     """
 
     def __init__(self, report: Report, record: GraphReport, *, insists: bool, in_cpp: bool, start: RunStart) -> None:

@@ -26,7 +26,7 @@ class StepPasses(LoweredPasses):
     Args:
         left_out: bytes of the optimizer's state that the graph does not take.
         common: the names of the groups that all ranks are in.
-        start: what tells of a run.
+        start: tells the step where a run begins; None for a graph that does not run.
     """
 
     is_train_step = True

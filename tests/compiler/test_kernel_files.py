@@ -23,6 +23,7 @@ import apexfx
 from apexfx import _torch_compilers
 from apexfx._torch_compilers import CppFile
 from apexfx.compiler import kernel_files, progress
+from tests import fresh_process
 
 ADD = "#include <torch/csrc/inductor/cpp_prefix.h>\n{}static int twice(int x) {{ return {} * x; }}\n" \
       'extern "C"  void  kernel(const int* in, int* out) {{ *out = twice(*in); }}'
@@ -121,3 +122,14 @@ def test_without_another_thread_inductor_finds_vectors_itself(monkeypatch):
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         _torch_compilers.find_vectors()
     assert cpu_vec_isa.valid_vec_isa_list is look and not _torch_compilers._FINDING_VECTORS.locked()
+
+
+def vectors(find):
+    with fresh_cache(), inductor_config.patch({"cpp.vec_isa_ok": None}):
+        find()
+        return [*map(str, cpu_vec_isa.valid_vec_isa_list())]
+
+
+@pytest.mark.long
+def test_vectors_are_those_that_torch_finds():
+    assert fresh_process.call(vectors, _torch_compilers.find_vectors) == fresh_process.call(vectors, dict)
